@@ -20,7 +20,8 @@ import torch
 from commfabric.collectives.agreement import together
 from megatron_ssm.model.model import Model
 
-from .grammar import Grammar, GrammarMatcher
+from .grammar import GrammarMatcher
+from .options import GenerationOptions
 from .prefix_cache import PrefixCache
 from .prompt_reader import PromptReader, snapshot_interval
 from .request import Request
@@ -28,7 +29,7 @@ from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, draw_seed, log_probabilities
 from .slot import Slot, by_adapter
 from .speculation import SpeculativeDecoder, check_draft
-from .thinking import Thinking, ThinkingFollower
+from .thinking import ThinkingFollower
 
 DRAFT_PROPOSALS = 7  # the largest number of proposals of a draft if `speculate` is 0
 
@@ -124,24 +125,8 @@ class Engine:
 
     # Requests
 
-    def add(
-        self,
-        prompt: Iterable[int],
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop_tokens: int | Iterable[int] = (),
-        stop_strings: str | Iterable[str] = (),
-        seed: int | None = None,
-        min_new_tokens: int = 0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        min_p: float | None = None,
-        **options: Any,
-    ) -> Request:
-        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for the options.
+    def add(self, prompt: Iterable[int], max_new_tokens: int = 64, temperature: float = 0.0, **options: Any) -> Request:
+        """Queue a request. prompt: token ids. options: see `GenerationOptions.of`.
 
         All ranks call it with the same arguments, on engines that have had the same calls. Without a seed, the first rank
         draws one for all ranks. ValueError on every rank if arguments or options of engines differ across ranks, or if the
@@ -149,12 +134,8 @@ class Engine:
         """
 
         def make() -> Request:
-            sampling = Sampling(
-                temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p
-            )
-            return self.make_request(
-                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **options
-            )
+            given = {"max_new_tokens": max_new_tokens, "temperature": temperature, **options}
+            return self.make_request(prompt, GenerationOptions.of(**given))
 
         def same(request: Request) -> dict[str, Any]:
             return self._options | self.fingerprint([request])
@@ -163,53 +144,14 @@ class Engine:
         return self.enqueue(request, draw_seed(self.model) if request.seed is None else request.seed)
 
     def make_request(
-        self,
-        prompt: Iterable[int],
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_tokens: int | Iterable[int],
-        stop_strings: str | Iterable[str],
-        seed: int | None,
-        min_new_tokens: int,
-        *,
-        logit_bias: Mapping[int, float] | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: bool = False,
-        grammar: Grammar | None = None,
-        prefix_key: str = "",
-        matcher: GrammarMatcher | None = None,
-        thinking: Thinking | None = None,
-        pooling: str | None = None,
-        adapter: str = "",
+        self, prompt: Iterable[int], options: GenerationOptions, matcher: GrammarMatcher | None = None
     ) -> Request:
         """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
 
-        Args:
-            prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens: See `add`.
-            logit_bias: {id: bias}, added to the logits before penalties and temperature.
-            logprobs: The number of most likely ids in `Request.logprobs` for each new token, in addition to that token. None
-                leaves the list empty.
-            prompt_logprobs: Fill `Request.prompt_logprobs` too.
-            grammar: The grammar of the new text (see the module `grammar`). Stop tokens are allowed only where the text may
-                end, and the request ends where nothing else may follow.
-            prefix_key: Only requests with equal keys share the prefix cache.
-            matcher: A new matcher of the grammar, which is then not compiled here.
-            thinking: The reasoning before the answer, and its budget.
-            pooling: "last" or "mean": compute the embedding of the prompt in place of new tokens (see `Request`).
-            adapter: The name of one of the engine's adapters; "": the model itself.
-
-        Raises:
-            ValueError, FileNotFoundError: This engine cannot serve the request.
+        matcher: a new matcher of the grammar, which is then not compiled here. ValueError or FileNotFoundError if this
+        engine cannot serve the request.
         """
-        stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
-        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        ids, stop_tokens = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
-        biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
-        request = Request(
-            ids, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens,
-            biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
-            pooling, adapter,
-        )  # fmt: skip
+        request = Request(tuple(map(operator.index, prompt)), options, matcher, options.seed)
         self._check(request)
         if self.max_length is None:
             self.cache.reserve(request.max_cached_tokens + self._speculate)  # a call pads rows to its longest proposal
@@ -217,46 +159,45 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         """ValueError or FileNotFoundError if this engine cannot serve the request."""
-        vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
-        if request.adapter not in self._models:
-            raise ValueError(f"unknown adapter {request.adapter!r}: expected one of {sorted(self._models)}")
-        thinking_end_ids = () if request.thinking is None else request.thinking.end_ids
+        vocabulary, prompt, options = self.model.config.vocab_size, request.prompt, request.options
+        if options.adapter not in self._models:
+            raise ValueError(f"unknown adapter {options.adapter!r}: expected one of {sorted(self._models)}")
+        thinking_end_ids = () if options.thinking is None else options.thinking.end_ids
         for name, ids in (
             ("token id", (*prompt, *thinking_end_ids)),
-            ("logit_bias: token id", (i for i, _ in request.logit_bias)),
+            ("logit_bias: token id", (i for i, _ in options.logit_bias)),
         ):
             wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
             if wrong is not None:
                 raise ValueError(f"{name} {wrong} is outside the vocabulary of {vocabulary}")
-        if self.max_length is not None and len(prompt) + request.max_new_tokens > self.max_length:
+        if self.max_length is not None and len(prompt) + options.max_new_tokens > self.max_length:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones do not fit into "
+                f"a prompt of {len(prompt)} tokens and {options.max_new_tokens} new ones do not fit into "
                 f"max_length={self.max_length}"
             )
-        if request.num_logprobs is not None and request.num_logprobs > vocabulary:
-            raise ValueError(f"logprobs={request.num_logprobs} exceeds the vocabulary of {vocabulary}")
-        if request.with_prompt_logprobs and self.model.context_ranks is not None:
+        if options.logprobs is not None and options.logprobs > vocabulary:
+            raise ValueError(f"logprobs={options.logprobs} exceeds the vocabulary of {vocabulary}")
+        if options.prompt_logprobs and self.model.context_ranks is not None:
             raise ValueError("prompt_logprobs=True is not supported on context ranks, which share the prompt")
-        if request.pooling is not None and self.model.context_ranks is not None:
-            raise ValueError(f"pooling={request.pooling!r} is not supported on context ranks, which share the prompt")
-        if not all(isinstance(text, str) for text in strings):
-            raise ValueError(f"stop_strings={strings!r} must be strings")
-        if strings:
-            self.tokenizer.text_stream(strings)  # ValueError if one is empty
-        if request.thinking is not None:
-            ThinkingFollower(request.thinking, self.tokenizer)  # ValueError without a tokenizer
-        if request.grammar is not None and request.matcher is None:
-            request.matcher = self.tokenizer.matcher(request.grammar)
+        if options.pooling is not None and self.model.context_ranks is not None:
+            raise ValueError(f"pooling={options.pooling!r} is not supported on context ranks, which share the prompt")
+        if options.stop_strings:
+            self.tokenizer.text_stream(options.stop_strings)  # ValueError if one is empty
+        if options.thinking is not None:
+            ThinkingFollower(options.thinking, self.tokenizer)  # ValueError without a tokenizer
+        if options.grammar is not None and request.matcher is None:
+            request.matcher = self.tokenizer.matcher(options.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The values that must be equal on every rank before requests are queued: the arguments of the requests, and the
         checksum of the tokenizer if any request needs it.
         """
-        is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
+        all_options = [request.options for request in requests]
+        is_used = any(options.stop_strings or options.grammar or options.thinking for options in all_options)
         arguments = {
             f"request {row}: {name}": value
             for row, request in enumerate(requests)
-            for name, value in request.arguments.items()
+            for name, value in request.compared.items()
         }
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
 
@@ -321,7 +262,7 @@ class Engine:
                 advanced += self._choose()
             spare -= self._decoder.decode(slots, len(slots) + spare) - len(slots)
         self._prompts.read(reading, len(reading) + spare)
-        pooled = [slot for slot in reading if slot.request.pooling is not None and not slot.is_reading]
+        pooled = [slot for slot in reading if slot.request.options.pooling is not None and not slot.is_reading]
         for slot in pooled:
             slot.finish_pooling()
             del self._slots[slot.row]
@@ -342,14 +283,14 @@ class Engine:
         for row in free[: len(self._waiting)]:
             request = self._waiting.popleft()
             request.admitted_at = time.monotonic()
-            self._slots[row] = slot = Slot.of(row, request, self._models[request.adapter], self.tokenizer)
+            self._slots[row] = slot = Slot.of(row, request, self._models[request.options.adapter], self.tokenizer)
             self._prompts.begin(slot)
 
     def _choose_tokens(self, slots: Sequence[Slot]) -> None:
         """Choose a token for each slot, together for equal sampling options; free the slots of finished requests."""
         groups: dict[Sampling, list[Slot]] = {}
         for slot in slots:
-            groups.setdefault(slot.request.sampling, []).append(slot)
+            groups.setdefault(slot.request.options.sampling, []).append(slot)
         for sampling, group in groups.items():
             local = torch.stack([slot.allowed_logits() for slot in group])
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], self.model.ranks)
@@ -365,15 +306,15 @@ class Engine:
         rows = [
             (index, slot)
             for index, slot in enumerate(slots)
-            if slot.request.num_logprobs is not None and tokens[index] >= 0
+            if slot.request.options.logprobs is not None and tokens[index] >= 0
         ]
         if not rows:
             return
         local = torch.stack([slot.logits for _, slot in rows if slot.logits is not None])  # (rows, width)
-        count = max(slot.request.num_logprobs or 0 for _, slot in rows)
+        count = max(slot.request.options.logprobs or 0 for _, slot in rows)
         results = log_probabilities(local, tokens[[index for index, _ in rows]], count, self.model.ranks)
         for (_, slot), (chosen, best) in zip(rows, results, strict=True):
-            slot.request.logprobs.append((chosen, best[: slot.request.num_logprobs]))
+            slot.request.logprobs.append((chosen, best[: slot.request.options.logprobs]))
 
 
 def _check_options(options: dict) -> None:

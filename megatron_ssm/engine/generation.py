@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -10,8 +11,9 @@ from commfabric.collectives.agreement import together
 from megatron_ssm.model.model import Model
 
 from .engine import Engine
+from .options import GenerationOptions
 from .request import Request
-from .sampling import Sampling, draw_seed, nan_error
+from .sampling import draw_seed, nan_error
 from .text import TextStream, check_fits, load_tokenizer
 from .text import stop_tokens as checkpoint_stop_tokens
 
@@ -77,10 +79,12 @@ def generate(
             lambda: _Text(model, prompt, stop_tokens, stop_strings), model.generating_groups, device=model.device
         )
         input_ids, attention_mask, stop_tokens = torch.tensor([text.ids], device=model.device), None, text.stop_tokens
-    columns = list(
-        stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
-               stop_tokens, stop_strings, seed, pad_token_id, min_new_tokens, frequency_penalty, presence_penalty, min_p)
+    options = dict(
+        top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty, stop_tokens=stop_tokens, stop_strings=stop_strings, seed=seed,
+        min_new_tokens=min_new_tokens, pad_token_id=pad_token_id,
     )  # fmt: skip
+    columns = list(stream(model, input_ids, attention_mask, max_new_tokens, temperature, **options))
     if text is not None:
         return text.of([int(column[0]) for column in columns])
     return torch.stack(columns, dim=1) if columns else torch.empty(0, 0, dtype=torch.int64)
@@ -113,23 +117,16 @@ def stream(
     attention_mask: torch.Tensor | None = None,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop_tokens: int | Iterable[int] = (),
-    stop_strings: str | Iterable[str] = (),
-    seed: int | None = None,
+    *,
     pad_token_id: int = 0,
-    min_new_tokens: int = 0,
-    frequency_penalty: float = 0.0,
-    presence_penalty: float = 0.0,
-    min_p: float | None = None,
+    **options: Any,
 ) -> Iterator[torch.Tensor]:
-    """Like `generate`, but yields the (batch,) tokens of each step as soon as they are known.
+    """Like `generate`, with the same options, but yields the (batch,) tokens of each step as soon as they are known.
 
     All ranks must take the same number of steps from the iterator, because steps communicate. The ranks compare their
     arguments when `stream` is called.
     """
+    seed = options.pop("seed", None)
 
     def prepare() -> tuple[Engine, list[Request], int]:
         prompts = _prompts(model, input_ids, attention_mask)
@@ -138,14 +135,11 @@ def stream(
             raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
         fill = operator.index(pad_token_id)
         engine = Engine(model, slots=max(1, batch))  # it allocates its cache, which may fail on one rank alone
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p)
+        given = GenerationOptions.of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        seeds = [None if seed is None else seed + row for row in range(batch)]
         requests = [
-            engine.make_request(
-                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, None if seed is None else seed + row,
-                min_new_tokens,
-            )
-            for row, prompt in enumerate(prompts)
-        ]  # fmt: skip
+            engine.make_request(prompt, replace(given, seed=own)) for prompt, own in zip(prompts, seeds, strict=True)
+        ]
         return engine, requests, fill
 
     def same(prepared: tuple[Engine, list[Request], int]) -> dict[str, object]:

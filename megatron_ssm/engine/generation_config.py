@@ -21,7 +21,7 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
 
     `do_sample: false` is greedy search, temperature 0. ValueError names the file and a value that is out of range.
     """
-    from .sampling import Sampling
+    from .options import GenerationOptions
 
     values = read_generation_config(directory)
     found = {name: values[name] for name in SAMPLING if name in values}
@@ -30,7 +30,7 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
     if found.get("top_k") in (0, -1):  # off, for transformers and for other engines
         del found["top_k"]
     try:
-        Sampling(**found)
+        GenerationOptions(**found)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(directory) / 'generation_config.json'}: {error}") from None
     return found

@@ -38,9 +38,9 @@ class PromptReader:
         self.cache.reset(slot.row)
         request = slot.request
         entry = None
-        if request.with_prompt_logprobs:
+        if request.options.prompt_logprobs:
             request.prompt_logprobs.append(None)
-        elif request.pooling is None:
+        elif request.options.pooling is None:
             entry = self.prefix_cache.longest(request.prompt, request.cache_key)
         if entry is not None:
             snapshot, logits = entry
@@ -60,11 +60,11 @@ class PromptReader:
         while budgets:
             groups: dict[tuple[int, bool, bool, str], list[Slot]] = {}
             for slot, left in budgets.items():
-                request = slot.request
-                length = min(left, SCORED) if request.with_prompt_logprobs else left
+                options = slot.request.options
+                length = min(left, SCORED) if options.prompt_logprobs else left
                 if self.prefix_cache.max_bytes:  # a chunk ends where a snapshot is taken
                     length = min(length, self.block - slot.tokens_read % self.block)
-                kind = length, request.with_prompt_logprobs, request.pooling is not None, request.adapter
+                kind = length, options.prompt_logprobs, options.pooling is not None, options.adapter
                 groups.setdefault(kind, []).append(slot)
             for (length, with_logprobs, is_pooled, _), group in groups.items():
                 read = self._read_hidden if is_pooled else self._read_with_logprobs if with_logprobs else self._read
@@ -89,7 +89,7 @@ class PromptReader:
             )
             if len(targets):
                 request.prompt_logprobs += log_probabilities(
-                    local[: len(targets)], targets, request.num_logprobs or 0, model.ranks
+                    local[: len(targets)], targets, request.options.logprobs or 0, model.ranks
                 )
 
     def _read_hidden(self, slots: Sequence[Slot], length: int) -> None:
@@ -103,7 +103,7 @@ class PromptReader:
         """Count a chunk that was read, and take a snapshot at the end of a block or of the prompt."""
         slot.tokens_read += length
         self.tokens_read += length
-        if slot.request.pooling is not None:
+        if slot.request.options.pooling is not None:
             return
         if self.prefix_cache.max_bytes and (slot.tokens_read % self.block == 0 or not slot.is_reading):
             slot.snapshot = self._snapshot(slot)

@@ -6,12 +6,11 @@ compute the same choice.
 """
 
 import math
-import operator
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,62 +22,13 @@ from megatron_ssm.parallel.ranks import Ranks
 LogProbability = tuple[float, list[tuple[int, float]]]  # log-probability of a token; (id, it) of the most likely ids
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The settings of sampling; see `generate`. ValueError for a value that is out of range, TypeError for a wrong type."""
+class Sampling(NamedTuple):
+    """How a token is chosen from logits; see `generate`."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     min_p: float | None = None
-
-    def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
-        if self.top_k is not None and operator.index(self.top_k) < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be finite")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-
-class Penalties:
-    """The penalties of one sequence, on this rank's slice of the vocabulary.
-
-    prompt: (n,), the places in the slice of the prompt's ids. Only the repetition penalty applies to them.
-    """
-
-    def __init__(self, sampling: Sampling, prompt: torch.Tensor, width: int, device: torch.device):
-        self._sampling = sampling
-        self._seen = torch.zeros(width, dtype=torch.bool, device=device)
-        self._counts = torch.zeros(width, dtype=torch.int64, device=device)  # of new tokens
-        self._seen[prompt] = True
-
-    def add_token(self, place: torch.Tensor) -> None:
-        """Count a new token; place: (1,) in the slice, or (0,) if another rank has its id."""
-        self._seen[place] = True
-        self._counts[place] += 1
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return (width,) logits with the penalties."""
-        sampling = self._sampling
-        if sampling.repetition_penalty != 1:
-            logits = apply_repetition_penalty(logits, self._seen, sampling.repetition_penalty)
-        counts = self._counts.to(logits.dtype)
-        return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * counts.clamp(max=1)
 
 
 def choose_tokens(

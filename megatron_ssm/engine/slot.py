@@ -9,11 +9,40 @@ from megatron_ssm.layers.cache import Cache, Snapshot
 from megatron_ssm.model.model import Model
 
 from .grammar import GrammarMatcher
+from .options import GenerationOptions
 from .request import Request
 from .request_tokenizer import RequestTokenizer
-from .sampling import Penalties
+from .sampling import apply_repetition_penalty
 from .text import TextStream
 from .thinking import ThinkingFollower
+
+
+class Penalties:
+    """The penalties of one sequence, on this rank's slice of the vocabulary.
+
+    Args:
+        options: The options with the penalties.
+        prompt: (n,) The places in the slice of the prompt's ids. Only the repetition penalty applies to them.
+    """
+
+    def __init__(self, options: GenerationOptions, prompt: torch.Tensor, width: int, device: torch.device):
+        self._options = options
+        self._seen = torch.zeros(width, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(width, dtype=torch.int64, device=device)  # of new tokens
+        self._seen[prompt] = True
+
+    def add_token(self, place: torch.Tensor) -> None:
+        """Count a new token; place: (1,) in the slice, or (0,) if another rank has its id."""
+        self._seen[place] = True
+        self._counts[place] += 1
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return (width,) logits with the penalties."""
+        options = self._options
+        if options.repetition_penalty != 1:
+            logits = apply_repetition_penalty(logits, self._seen, options.repetition_penalty)
+        counts = self._counts.to(logits.dtype)
+        return logits - options.frequency_penalty * counts - options.presence_penalty * counts.clamp(max=1)
 
 
 @dataclass(eq=False)
@@ -62,22 +91,22 @@ class Slot:
     def of(cls, row: int, request: Request, model: Model, tokenizer: RequestTokenizer) -> "Slot":
         """A slot for a request whose prompt has not been read."""
         slot = cls(row, request, model, range(model.embeddings.start, model.embeddings.stop), matcher=request.matcher)
-        if request.sampling.temperature:
+        if request.options.temperature:
             assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
-        if request.stop_strings:
-            slot.text = tokenizer.text_stream(request.stop_strings, request.stop_tokens, request.prompt)
-        if request.thinking is not None:
-            slot.thinking = ThinkingFollower(request.thinking, tokenizer)
-        if request.logit_bias:
+        if request.options.stop_strings:
+            slot.text = tokenizer.text_stream(request.options.stop_strings, request.options.stop_tokens, request.prompt)
+        if request.options.thinking is not None:
+            slot.thinking = ThinkingFollower(request.options.thinking, tokenizer)
+        if request.options.logit_bias:
             slot.bias = torch.zeros(model.embeddings.width, device=model.device)
-            local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}
+            local = {token: bias for token, bias in request.options.logit_bias if token in slot.vocabulary}
             slot.bias[slot._local(local)] = torch.tensor(
                 list(local.values()), dtype=slot.bias.dtype, device=model.device
             )
-        if request.sampling.has_penalties:
+        if request.options.has_penalties:
             prompt = slot._local(request.prompt)
-            slot.penalties = Penalties(request.sampling, prompt, model.embeddings.width, model.device)
+            slot.penalties = Penalties(request.options, prompt, model.embeddings.width, model.device)
         return slot
 
     @property
@@ -106,10 +135,10 @@ class Slot:
             banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             banned[: len(allowed)] = ~allowed
             if self.matcher.accepts:
-                banned[self._local(self.request.stop_tokens)] = False
-        elif self.matcher is not None or len(self.request.tokens) < self.request.min_new_tokens:
+                banned[self._local(self.request.options.stop_tokens)] = False
+        elif self.matcher is not None or len(self.request.tokens) < self.request.options.min_new_tokens:
             banned = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-            banned[self._local(self.request.stop_tokens)] = True
+            banned[self._local(self.request.options.stop_tokens)] = True
         else:
             return logits
         return logits.masked_fill(banned, float("-inf"))
@@ -117,7 +146,7 @@ class Slot:
     def pool(self, hidden: torch.Tensor) -> None:
         """Add the hidden states (seq, hidden) of the next tokens of the prompt to the embedding."""
         states = hidden.float()
-        if self.request.pooling == "last":
+        if self.request.options.pooling == "last":
             self.pooled = states[-1]
         else:
             self.pooled = states.sum(0) if self.pooled is None else self.pooled + states.sum(0)
@@ -146,9 +175,9 @@ class Slot:
         was_thinking = self.thinking is not None and self.thinking.is_open
         if self.thinking is not None:
             self.thinking.advance(token)
-        if token in request.stop_tokens or (self.text is not None and self.text.stopped):
+        if token in request.options.stop_tokens or (self.text is not None and self.text.stopped):
             request.finished = "stop"
-        elif len(request.tokens) == request.max_new_tokens:
+        elif len(request.tokens) == request.options.max_new_tokens:
             request.finished = "length"
         elif self.matcher is not None and not was_thinking:
             request.finished = self._follow_grammar(self.matcher, token)
@@ -162,7 +191,7 @@ class Slot:
         matcher.advance(token)
         if matcher.is_lost:
             return "length"
-        may_stop = matcher.accepts and self.request.stop_tokens
+        may_stop = matcher.accepts and self.request.options.stop_tokens
         return None if may_stop or matcher.allowed.any() else "stop"
 
     def _local(self, ids: Iterable[int]) -> torch.Tensor:
@@ -175,7 +204,7 @@ def by_adapter(slots: Iterable[Slot]) -> list[list[Slot]]:
     """The slots of each adapter, in the order of their first ones. A call of a model reads for the slots of one adapter."""
     groups: dict[str, list[Slot]] = {}
     for slot in slots:
-        groups.setdefault(slot.request.adapter, []).append(slot)
+        groups.setdefault(slot.request.options.adapter, []).append(slot)
     return list(groups.values())
 
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from megatron_ssm.spec.reader import token_ids
 from .beam_search import BeamSearch, BeamSettings
 from .generation import generate
 from .generation_config import read_generation_config
-from .request import Request
-from .sampling import Sampling
+from .options import GenerationOptions
 
 # The implemented arguments, with the defaults of transformers 5.24.
 DEFAULTS = dict(
@@ -106,10 +105,13 @@ def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
     length = input_ids.shape[1]
     longest, shortest = _new_tokens(values, length), values["min_new_tokens"]
     shortest = max(0, values["min_length"] - length) if shortest is None else shortest
-    sampling = Sampling(0.0, repetition_penalty=values["repetition_penalty"])
-    if values["do_sample"]:
-        sampling = replace(sampling, **{name: values[name] for name in ("temperature", "top_k", "top_p", "min_p")})
-    Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError for a value out of range
+    chosen = ("temperature", "top_k", "top_p", "min_p") if values["do_sample"] else ()
+    options: dict[str, Any] = dict(
+        {name: values[name] for name in (*chosen, "repetition_penalty")},
+        max_new_tokens=longest, min_new_tokens=shortest, stop_tokens=eos, seed=seed,
+        stop_strings=values["stop_strings"] or (),
+    )  # fmt: skip
+    GenerationOptions.of(**options)  # ValueError for a value out of range
     repetitions = values["num_return_sequences"]
     if values["num_beams"] > 1:
         fill = (pad or eos[0]) if eos else -1  # as in transformers, which treats pad_token_id=0 as missing
@@ -118,10 +120,7 @@ def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
             values["repetition_penalty"], shortest, repetitions,
         )  # fmt: skip
         return _Call(attention_mask, repetitions, beams, {})
-    options = dict(
-        vars(sampling), max_new_tokens=longest, min_new_tokens=shortest, stop_tokens=eos, seed=seed,
-        stop_strings=values["stop_strings"] or (), pad_token_id=pad if pad is not None else (eos or (0,))[0],
-    )  # fmt: skip
+    options["pad_token_id"] = pad if pad is not None else (eos or (0,))[0]
     return _Call(attention_mask, repetitions, None, options)
 
 

@@ -51,8 +51,8 @@ class Record:
         if self.sequences:
             admitted = min((each.admitted_at for each in requests if each.admitted_at is not None), default=end)
             cost = dict(
-                adapter=self.sequences[0].arguments.adapter, replies=len(self.sequences),
-                prompt_tokens=sum(len(sequence.arguments.prompt) for sequence in self.sequences),
+                adapter=self.sequences[0].options.adapter, replies=len(self.sequences),
+                prompt_tokens=sum(len(sequence.prompt) for sequence in self.sequences),
                 cached_tokens=sum(request.reused for request in requests), new_tokens=new,
                 queue_s=round(admitted - self.arrival, 3), first_token_s=round(first - self.arrival, 3) if new else None,
                 tokens_per_s=round((new - 1) / (end - first), 1) if new > 1 and end > first else None,

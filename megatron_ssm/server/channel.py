@@ -1,14 +1,14 @@
 """Messages from rank 0 to the other ranks before each step of their engines."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_ssm.engine.grammar import Grammar
+from megatron_ssm.engine.options import GenerationOptions
 from megatron_ssm.parallel.ranks import Ranks
-
-from .sequences import Arguments
 
 LENGTH_BYTES = 8  # the size of the number that holds a message's length
 
@@ -18,26 +18,27 @@ class Commands:
     """The changes before a step, the same on every rank.
 
     Args:
-        additions: The arguments of new requests, in their order.
+        additions: The prompts and the options of new requests, in their order.
         cancellations: The ids of requests.
-        grammars: The kind and the text of grammars to compile. The request of each is added in a later turn, once rank 0 has
+        grammars: Grammars to compile. The request of each is added in a later turn, once rank 0 has
             compiled the grammar.
         dropped: Grammars of earlier turns that are not needed, because their requests will not be added.
         is_last: True if this is the last turn.
     """
 
-    additions: tuple[Arguments, ...] = ()
+    additions: tuple[tuple[list[int], GenerationOptions], ...] = ()
     cancellations: tuple[int, ...] = ()
-    grammars: tuple[tuple[str, str], ...] = ()
-    dropped: tuple[tuple[str, str], ...] = ()
+    grammars: tuple[Grammar, ...] = ()
+    dropped: tuple[Grammar, ...] = ()
     is_last: bool = False
 
     def encode(self) -> bytes:
         """The message to the other ranks: JSON, or no bytes if nothing changes."""
         if self == Commands():
             return b""
-        added = [each.to_json() for each in self.additions]
-        values = {"add": added, "cancel": self.cancellations, "compile": self.grammars, "drop": self.dropped}
+        added = [(prompt, asdict(options)) for prompt, options in self.additions]
+        compile, drop = (list(map(asdict, grammars)) for grammars in (self.grammars, self.dropped))
+        values = {"add": added, "cancel": self.cancellations, "compile": compile, "drop": drop}
         return json.dumps({**values, "last": self.is_last}).encode()
 
     @classmethod
@@ -46,8 +47,8 @@ class Commands:
         if not message:
             return cls()
         values = json.loads(message)
-        grammars, dropped = (tuple((kind, text) for kind, text in values[name]) for name in ("compile", "drop"))
-        added = tuple(map(Arguments.from_json, values["add"]))
+        grammars, dropped = (tuple(Grammar.unchecked(**each) for each in values[name]) for name in ("compile", "drop"))
+        added = tuple((prompt, GenerationOptions.from_json(options)) for prompt, options in values["add"])
         return cls(added, tuple(values["cancel"]), grammars, dropped, values["last"])
 
 

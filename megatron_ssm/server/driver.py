@@ -8,8 +8,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from itertools import starmap
 
 from megatron_ssm.engine.engine import Engine
+from megatron_ssm.engine.grammar import Grammar
+from megatron_ssm.engine.options import GenerationOptions
 from megatron_ssm.engine.request import Request
 from megatron_ssm.engine.sampling import nan_error
 
@@ -17,7 +20,7 @@ from .channel import Channel, Commands
 from .errors import ApiError, bad_request
 from .grammars import Compilations, Compiling, GrammarCompiler
 from .metrics import Load
-from .sequences import Arguments, Sequence, Update
+from .sequences import Sequence, Update
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +57,10 @@ def run_follower(engine: Engine, channel: Channel) -> None:
     runner, compiler = TurnRunner(engine), GrammarCompiler(engine)
     compilations = Compilations(compiler)
 
-    def make_request(arguments: Arguments) -> Request:
+    def make_request(prompt: list[int], options: GenerationOptions) -> Request:
         """Make the request. Waits for this rank's compilation of the grammar, which rank 0 has already finished."""
-        matcher = None if arguments.grammar is None else compilations.pop_matcher(arguments.grammar)
-        return arguments.request(engine, matcher)
+        matcher = None if options.grammar is None else compilations.pop_matcher(options.grammar)
+        return engine.make_request(prompt, options, matcher)
 
     try:
         while not (commands := Commands.decode(channel.receive(engine.is_busy))).is_last:
@@ -65,7 +68,7 @@ def run_follower(engine: Engine, channel: Channel) -> None:
                 compilations.start(grammar)
             for grammar in commands.dropped:
                 compilations.drop(grammar)
-            runner.apply(list(map(make_request, commands.additions)), commands.cancellations)
+            runner.apply(list(starmap(make_request, commands.additions)), commands.cancellations)
     finally:
         compiler.stop()
 
@@ -138,10 +141,10 @@ class Driver(threading.Thread):
                 unused_compilations.append(sequence)
             else:
                 cancelled.append(sequence)
-        for_grammar = [sequence for sequence in added if sequence.arguments.grammar is not None]
+        for_grammar = [sequence for sequence in added if sequence.options.grammar is not None]
         self._compile(for_grammar)
         compiled = [sequence for sequence, compiling in self._compiling.items() if compiling.done()]
-        added = [sequence for sequence in added if sequence.arguments.grammar is None] + compiled
+        added = [sequence for sequence in added if sequence.options.grammar is None] + compiled
         updates = [update for sequence in added if (update := self._prepare(sequence))]
         requests = {sequence.request: sequence for sequence in added if sequence.request is not None}
         unused_compilations += [sequence for sequence in compiled if sequence.request is None]
@@ -149,7 +152,7 @@ class Driver(threading.Thread):
         # Requests that have finished are no longer in _running.
         ended = [request for request in running if self._running.pop(request, None)]
         commands = Commands(
-            tuple(sequence.arguments for sequence in requests.values()),
+            tuple((sequence.prompt, sequence.options) for sequence in requests.values()),
             tuple(request.id for request in ended),
             _grammars(for_grammar),
             _grammars(unused_compilations),
@@ -187,7 +190,7 @@ class Driver(threading.Thread):
         try:
             compiling = self._compiling.pop(sequence, None)
             matcher = None if compiling is None else compiling.result()
-            sequence.request = sequence.arguments.request(self._engine, matcher)
+            sequence.request = self._engine.make_request(sequence.prompt, sequence.options, matcher)
             return None
         except ValueError as error:
             return Update(sequence, error=_wrong_request(sequence, str(error)))
@@ -222,7 +225,7 @@ class Driver(threading.Thread):
             load.slots,
             running=running,
             waiting=waiting + len(self._compiling),
-            prompt_tokens=load.prompt_tokens + sum(len(u.sequence.arguments.prompt) for u in firsts),
+            prompt_tokens=load.prompt_tokens + sum(len(u.sequence.prompt) for u in firsts),
             reused_tokens=load.reused_tokens + sum(u.reused for u in firsts),
             prefix_hits=load.prefix_hits + sum(u.reused > 0 for u in firsts),
             new_tokens=load.new_tokens + sum(len(u.tokens) for u in updates),
@@ -243,6 +246,6 @@ def _wrong_request(sequence: Sequence, message: str) -> ApiError:
     return bad_request(f"{name}: {message}", name) if name else bad_request(message)
 
 
-def _grammars(sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:
+def _grammars(sequences: list[Sequence]) -> tuple[Grammar, ...]:
     """The grammars of sequences that have one."""
-    return tuple(sequence.arguments.grammar for sequence in sequences if sequence.arguments.grammar is not None)
+    return tuple(sequence.options.grammar for sequence in sequences if sequence.options.grammar is not None)

@@ -4,13 +4,14 @@ import base64
 import struct
 from collections.abc import Sequence as Vectors
 from dataclasses import dataclass
-from functools import partial
+
+from megatron_ssm.engine.options import GenerationOptions
 
 from .errors import bad_request
 from .prepared_request import ServedModel, read_prompt, too_many
 from .reply_models import EmbeddingObject, EmbeddingReply, EmbeddingUsage
 from .request_models import EmbeddingRequest, parse_body
-from .sequences import Arguments, Sequence
+from .sequences import Sequence
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PreparedEmbeddings:
         data = [
             EmbeddingObject(object="embedding", index=i, embedding=encode(vector)) for i, vector in enumerate(vectors)
         ]
-        tokens = sum(len(sequence.arguments.prompt) for sequence in self.sequences)
+        tokens = sum(len(sequence.prompt) for sequence in self.sequences)
         usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
         return EmbeddingReply(object="list", data=data, model=self.body.model or served.name, usage=usage)
 
@@ -44,8 +45,8 @@ def prepare_embeddings(text: bytes | str, served: ServedModel) -> PreparedEmbedd
     longest = max(map(len, prompts))
     if longest > served.max_length:
         raise too_many(longest, "input", served.max_length)
-    arguments = partial(Arguments, max_new_tokens=1, seed=0, pooling=body.pooling, adapter=adapter)
-    return PreparedEmbeddings(body, [Sequence(arguments(ids), i) for i, ids in enumerate(prompts)])
+    options = GenerationOptions(max_new_tokens=1, seed=0, pooling=body.pooling, adapter=adapter)
+    return PreparedEmbeddings(body, [Sequence(ids, options, i) for i, ids in enumerate(prompts)])
 
 
 def _base64(vector: list[float]) -> str:

@@ -19,18 +19,13 @@ class GrammarCompiler:
         self._engine = engine
         self._pool = ThreadPoolExecutor(1, "grammars")
 
-    def start(self, grammar: tuple[str, str]) -> Compiling:
-        """Begin to make a matcher. grammar: its kind and its text. The future raises ValueError if the engine cannot
-        use it.
-        """
-        return self._pool.submit(self._matcher, grammar)
+    def start(self, grammar: Grammar) -> Compiling:
+        """Begin to make a matcher. The future raises ValueError if the engine cannot use the grammar."""
+        return self._pool.submit(self._engine.tokenizer.matcher, grammar)
 
     def stop(self) -> None:
         """End the thread when the current compilation is done, and cancel those that have not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _matcher(self, grammar: tuple[str, str]) -> GrammarMatcher:
-        return self._engine.tokenizer.matcher(Grammar.unchecked(*grammar))
 
 
 class Compilations:
@@ -38,25 +33,25 @@ class Compilations:
 
     def __init__(self, compiler: GrammarCompiler):
         self._compiler = compiler
-        self._started: defaultdict[tuple[str, str], deque[Compiling]] = defaultdict(deque)
+        self._started: defaultdict[Grammar, deque[Compiling]] = defaultdict(deque)
 
-    def start(self, grammar: tuple[str, str]) -> None:
+    def start(self, grammar: Grammar) -> None:
         """Begin to make a matcher, for one request."""
         self._started[grammar].append(self._compiler.start(grammar))
 
-    def pop_matcher(self, grammar: tuple[str, str]) -> GrammarMatcher:
+    def pop_matcher(self, grammar: Grammar) -> GrammarMatcher:
         """Wait for a matcher of a grammar, for a request that is being added. All matchers of one grammar are equal."""
         matcher = self._started[grammar].popleft().result()
         self._forget_if_none(grammar)
         return matcher
 
-    def drop(self, grammar: tuple[str, str]) -> None:
+    def drop(self, grammar: Grammar) -> None:
         """Cancel the compilation for a request that will not be added: the last one of this grammar, because it would be
         used last.
         """
         self._started[grammar].pop().cancel()
         self._forget_if_none(grammar)
 
-    def _forget_if_none(self, grammar: tuple[str, str]) -> None:
+    def _forget_if_none(self, grammar: Grammar) -> None:
         if not self._started[grammar]:
             del self._started[grammar]

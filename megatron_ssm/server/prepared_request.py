@@ -5,14 +5,15 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.engine import grammar as grammars
 from megatron_ssm.engine.grammar import Grammar
+from megatron_ssm.engine.options import GenerationOptions
 from megatron_ssm.engine.text import most_characters
-from megatron_ssm.engine.thinking import BEGIN, END
+from megatron_ssm.engine.thinking import BEGIN, END, Thinking
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
@@ -30,7 +31,7 @@ from .request_models import (
     parse_body,
 )
 from .response_request import ResponseChat, ResponseRequest
-from .sequences import Arguments, Sequence
+from .sequences import Sequence
 from .tool_calls import CallParser, Schemas, calls_schema
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def prepare_request(
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
     grammar_parameter, grammar = _grammar(body, served)
-    shared: dict[str, Any] = dict(
+    options = GenerationOptions.of(
         temperature=body.temperature,
         top_k=body.top_k if body.top_k > 0 else None,
         top_p=body.top_p if body.top_p < 1 else None,
@@ -167,21 +168,22 @@ def prepare_request(
         presence_penalty=body.presence_penalty,
         min_new_tokens=body.min_tokens,
         stop_tokens=(*body.stop_token_ids, *(() if body.ignore_eos else served.stop_tokens)),
-        stop_strings=tuple(body.stop),
+        stop_strings=body.stop,
         logit_bias=_logit_bias(body.logit_bias, served.vocab_size),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs is not None and body.echo,
-        grammar=None if grammar is None else (grammar.kind, grammar.text),
-        thinking=_thinking_arguments(body, is_thinking, grammar, served),
+        grammar=grammar,
+        thinking=_thinking(body, is_thinking, grammar, served),
         prefix_key=" ".join(filter(None, ("" if served.shares_prefixes else owner, body.cache_salt))),
         adapter=adapter,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
     rows = [(ids, new) for (_, ids), new in zip(prompts, new_tokens, strict=True) for _ in range(body.n)]
     sequences = [
-        Sequence(Arguments(ids, new, seed + i, **shared), i, grammar_parameter) for i, (ids, new) in enumerate(rows)
+        Sequence(ids, replace(options, max_new_tokens=new, seed=seed + i), i, grammar_parameter)
+        for i, (ids, new) in enumerate(rows)
     ]
-    offsets = [prompt_offsets(served.tokenizer, *prompt) for prompt in prompts] if shared["prompt_logprobs"] else []
+    offsets = [prompt_offsets(served.tokenizer, *prompt) for prompt in prompts] if options.prompt_logprobs else []
     return PreparedRequest(body, prompts, sequences, offsets, is_thinking)
 
 
@@ -310,17 +312,16 @@ def _has_begun_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) 
     return prompt.rstrip().endswith(BEGIN) or last.rfind(BEGIN) > last.rfind(END)
 
 
-def _thinking_arguments(
-    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: ServedModel
-) -> tuple[tuple[int, ...], bool, int | None] | None:
-    """The arguments of the engine's `Thinking`. None unless the reasoning has a budget, or a grammar applies to the text
+def _thinking(body: Body, is_thinking: bool | None, grammar: Grammar | None, served: ServedModel) -> Thinking | None:
+    """The engine's `Thinking`. None unless the reasoning has a budget, or a grammar applies to the text
     after it.
     """
     if not isinstance(body, ChatRequest) or is_thinking is None:
         return None
     if not is_thinking if grammar is not None else body.budget is None:
         return None
-    return tuple(served.tokenizer.encode_batch([END], add_special_tokens=False)[0].ids), is_thinking, body.budget
+    ids = tuple(served.tokenizer.encode_batch([END], add_special_tokens=False)[0].ids)
+    return Thinking(ids, is_thinking, body.budget)
 
 
 def _token_ids(text: str, served: ServedModel, param: str, add_special_tokens: bool = True) -> list[int]:

@@ -74,14 +74,14 @@ class Reply:
 
     def __init__(self, request: PreparedRequest, served: ServedModel, index: int):
         self.index, self._request = index, request
-        arguments = request.sequences[index].arguments
-        hidden = arguments.stop_tokens  # as in the engine, which finds the stop strings
+        options = request.sequences[index].options
+        hidden = options.stop_tokens  # as in the engine, which finds the stop strings
         text, ids = request.prompts[index // request.body.n]
         shown = _marks(request, served)
-        self._text = TextStream(served.tokenizer, arguments.stop_strings, hidden, ids, shown)
+        self._text = TextStream(served.tokenizer, options.stop_strings, hidden, ids, shown)
         self._echo = (text, ids) if request.body.echo else None
         self._prompt_offsets = request.offsets[index // request.body.n] if request.offsets else []
-        self._has_offsets = arguments.logprobs is not None and not isinstance(request.body, ChatRequest)
+        self._has_offsets = options.logprobs is not None and not isinstance(request.body, ChatRequest)
         self._is_first, self._has_calls = True, False
         self._parser = _parser(request, served)
         mark = self._parser.begin if isinstance(self._parser, CallParser) else ""

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from megatron_ssm import Engine, load
 from megatron_ssm.engine import grammar as grammars
+from megatron_ssm.engine.grammar import Grammar
+from megatron_ssm.engine.options import GenerationOptions
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.server.channel import Channel, Commands
 from megatron_ssm.server.driver import Driver, run_follower
-from megatron_ssm.server.sequences import Arguments, Sequence
+from megatron_ssm.server.sequences import Sequence
 from servers import expected
 from serving import checkpoint
 
@@ -41,9 +43,9 @@ def test_ranks_follow_additions_and_cancellations(ranks, world):
     def drive(engine, channel):
         updates, failures = queue.SimpleQueue(), []
         driver = Driver(engine, channel, updates.put, failures.append)
-        sequences = [Sequence(Arguments(prompt, new, seed=0, **OPTIONS)) for prompt, new in REQUESTS]
-        endless = [Sequence(Arguments([5, index], 10**6, seed=0), index) for index in range(3)]
-        wrong = Sequence(Arguments([300], 1, seed=0))
+        sequences = [Sequence(prompt, GenerationOptions(new, seed=0, **OPTIONS)) for prompt, new in REQUESTS]
+        endless = [Sequence([5, index], GenerationOptions(10**6, seed=0), index) for index in range(3)]
+        wrong = Sequence([300], GenerationOptions(1, seed=0))
         for sequence in (endless[0], wrong, endless[1], endless[2], *sequences[:2]):
             driver.add(sequence)
         driver.cancel(endless[2])  # it has not reached the engine
@@ -90,7 +92,7 @@ def test_a_channel_counts_what_it_sends(ranks, world):
     assert all(each == [message for message, _ in messages] for each in received)
 
 
-GRAMMAR, WRONG = ("regex", "[a-c]{3}(-[0-9]+)*"), ("lark", 'start: "a')
+GRAMMAR, WRONG = Grammar.unchecked("regex", "[a-c]{3}(-[0-9]+)*"), Grammar.unchecked("lark", 'start: "a')
 
 
 @pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
@@ -98,9 +100,9 @@ def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
     """One compilation takes until other requests have finished; one fails; one request is cancelled meanwhile."""
     pytest.importorskip("llguidance")
     directory = checkpoint("mamba2")
-    matching = Sequence(Arguments([1, 2], 20, seed=3, temperature=1.0, grammar=GRAMMAR))
+    matching = Sequence([1, 2], GenerationOptions(20, seed=3, temperature=1.0, grammar=GRAMMAR))
     engine = Engine(load(directory), slots=1)
-    engine.enqueue(request := matching.arguments.request(engine), 3)
+    engine.enqueue(request := engine.make_request(matching.prompt, matching.options), 3)
     while engine.is_busy:
         engine.step()
     alone = request.tokens
@@ -115,9 +117,9 @@ def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
         updates, failures, may_compile, matcher = queue.SimpleQueue(), [], threading.Event(), engine.tokenizer.matcher
         engine.tokenizer.matcher = lambda grammar: (may_compile.wait(60), matcher(grammar))[1]
         driver = Driver(engine, channel, updates.put, failures.append)
-        cancelled = Sequence(Arguments([1], 5, seed=0, grammar=GRAMMAR))
-        wrong = Sequence(Arguments([1], 5, seed=0, grammar=WRONG))
-        sequences = [Sequence(Arguments(prompt, new, seed=0)) for prompt, new in REQUESTS]
+        cancelled = Sequence([1], GenerationOptions(5, seed=0, grammar=GRAMMAR))
+        wrong = Sequence([1], GenerationOptions(5, seed=0, grammar=WRONG))
+        sequences = [Sequence(prompt, GenerationOptions(new, seed=0)) for prompt, new in REQUESTS]
         for sequence in (cancelled, matching, wrong, *sequences):
             driver.add(sequence)
         driver.start()
@@ -163,7 +165,9 @@ def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
         driver = Driver(engine, channel, updates.put, failures.append)
         driver.start()
         for number in range(20):
-            driver.add(Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"[a-z]{{3}}{number}"))))
+            driver.add(
+                Sequence([1], GenerationOptions(3, seed=0, grammar=Grammar.unchecked("regex", f"[a-z]{{3}}{number}")))
+            )
         finished = 0
         while finished < 20:
             finished += sum(update.finished == "length" for update in updates.get(timeout=60))
@@ -195,8 +199,10 @@ def test_grammars_of_cancelled_requests_are_not_compiled():
     pytest.importorskip("llguidance")
     engine, updates, failures = Engine(load(checkpoint("mamba2")), slots=2), queue.SimpleQueue(), []
     may_compile, texts = compiling_slowly(engine)
-    first, *others, last = [Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"{c}{{9}}"))) for c in "abcde"]
-    plain = Sequence(Arguments([1], 1, seed=0))
+    first, *others, last = [
+        Sequence([1], GenerationOptions(3, seed=0, grammar=Grammar.unchecked("regex", f"{c}{{9}}"))) for c in "abcde"
+    ]
+    plain = Sequence([1], GenerationOptions(1, seed=0))
     driver = Driver(engine, Channel(engine.model.ranks), updates.put, failures.append)
     driver.start()
     for sequence in (first, *others, last):
@@ -220,13 +226,13 @@ def test_other_ranks_do_not_compile_them_either():
     pytest.importorskip("llguidance")
     engine = Engine(load(checkpoint("mamba2")), slots=2)
     may_compile, texts = compiling_slowly(engine)
-    one, two, three = [("regex", f"{c}{{9}}") for c in "abc"]
+    one, two, three = [Grammar.unchecked("regex", f"{c}{{9}}") for c in "abc"]
 
     def orders():
         yield Commands(grammars=(one, two, three, three))
         yield Commands(dropped=(two, three))
         may_compile.set()
-        yield Commands(additions=tuple(Arguments([1], 3, seed=0, grammar=each) for each in (one, three)))
+        yield Commands(additions=tuple(([1], GenerationOptions(3, seed=0, grammar=each)) for each in (one, three)))
         while engine.is_busy:
             yield Commands()
         yield Commands(is_last=True)
@@ -242,7 +248,7 @@ def test_a_reply_that_ends_because_of_nan_is_logged(caplog):
         model.norm_f.weight[0] = float("nan")
     engine = Engine(model)
     driver = Driver(engine, Channel(model.ranks), updates.put, lambda error: None)
-    driver.add(Sequence(Arguments([1], 5, seed=0)))
+    driver.add(Sequence([1], GenerationOptions(5, seed=0)))
     driver.start()
     (update,) = updates.get(timeout=60)
     driver.stop()

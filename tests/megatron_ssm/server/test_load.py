@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from megatron_ssm.engine.options import GenerationOptions
 from megatron_ssm.server.errors import ApiError
-from megatron_ssm.server.sequences import Arguments, Sequence, Update
+from megatron_ssm.server.sequences import Sequence, Update
 from megatron_ssm.server.service import Limits, Service
 from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
 
@@ -93,7 +94,7 @@ def test_requests_that_are_prepared_have_places_in_the_queue():
         may_end.set()
         await asyncio.wait(tasks)
         await asyncio.to_thread(limited._pool.shutdown)
-        with limited.added([Sequence(Arguments([1], 1, seed=0)) for _ in range(room)], time.monotonic()):
+        with limited.added([Sequence([1], GenerationOptions(1, seed=0)) for _ in range(room)], time.monotonic()):
             limited.check_room()  # they are one request
         assert sorted(done) == [*range(room)]
 
@@ -106,7 +107,7 @@ def test_retry_after_is_learned_from_all_requests(monkeypatch):
     monkeypatch.setattr("megatron_ssm.server.service.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def sequences():
-        return [Sequence(Arguments([1], 1, seed=0))]
+        return [Sequence([1], GenerationOptions(1, seed=0))]
 
     async def visit():
         limited = service(1, 0, seconds=0)
@@ -132,7 +133,7 @@ def test_the_time_of_a_request_includes_its_preparation():
             await limited.prepare(lambda: may_end.wait(LIMIT_S), now)
         assert refusal(refused.value) == (504, "timeout")
         may_end.set()
-        sequence = Sequence(Arguments([1], 1, seed=0))
+        sequence = Sequence([1], GenerationOptions(1, seed=0))
         with limited.added([sequence], now - LIMIT_S) as updates:
             assert refusal((await asyncio.wait_for(updates.get(), LIMIT_S)).error) == (504, "timeout")
         limited.stop()
@@ -142,7 +143,7 @@ def test_the_time_of_a_request_includes_its_preparation():
 
 def test_requests_that_are_prepared_when_the_server_drains_are_finished():
     """But for those that are still prepared when the drain time-out ends, which are refused at once."""
-    sequences = [Sequence(Arguments([1], 1, seed=0)) for _ in range(2)]
+    sequences = [Sequence([1], GenerationOptions(1, seed=0)) for _ in range(2)]
     may_end = [threading.Event() for _ in sequences]
 
     async def visit():

@@ -105,7 +105,7 @@ def test_how_many_tokens_there_may_be(tmp_path):
     model = served(tmp_path, "a" * 20)
 
     def most(endpoint, **body):
-        return prepared(endpoint, body, model).sequences[0].arguments.max_new_tokens
+        return prepared(endpoint, body, model).sequences[0].options.max_new_tokens
 
     assert most(CHAT, **CHATTING) == 10 and most(CHAT, **CHATTING, max_tokens=10) == 10
     assert most(COMPLETIONS, prompt="a" * 14) == 16
@@ -134,7 +134,7 @@ def test_as_many_candidates_as_replies(tmp_path):
 
 def arguments_of(tmp_path, **body):
     (sequence,) = prepared(COMPLETIONS, {"prompt": "a", "max_tokens": 5, **body}, served(tmp_path, None)).sequences
-    return sequence.arguments
+    return sequence.options
 
 
 def test_options_of_sampling_reach_the_engine(tmp_path):
@@ -175,7 +175,7 @@ def test_a_grammar_may_be_given_twice(tmp_path):
 def test_a_salt_separates_the_prefix_cache(tmp_path):
     model, body = served(tmp_path, None), {"prompt": "a", "max_tokens": 5}
     keys = [
-        prepare_request(COMPLETIONS, json.dumps(body | salt), owner, model).sequences[0].arguments.prefix_key
+        prepare_request(COMPLETIONS, json.dumps(body | salt), owner, model).sequences[0].options.prefix_key
         for salt in ({}, {"cache_salt": "1"})
         for owner in ("", "key 1", "key 11")
     ]
@@ -214,7 +214,7 @@ def test_the_generation_config_has_the_defaults_of_sampling(tmp_path):
         plain = served(tmp_path, "a")
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
         model = replace(plain, defaults=sampling_defaults(tmp_path))
-        found = prepared(endpoint, body if endpoint is not CHAT else CHATTING | body, model).sequences[0].arguments
+        found = prepared(endpoint, body if endpoint is not CHAT else CHATTING | body, model).sequences[0].options
         return found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty
 
     config = dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)

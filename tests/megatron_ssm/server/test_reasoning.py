@@ -1,10 +1,12 @@
 """Reasoning in replies, however their text is split, and fields of the chat template. Oracle: transformers' template."""
 
 import json
+from dataclasses import asdict, astuple
 
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_ssm.engine.options import GenerationOptions
 from megatron_ssm.engine.text import load_tokenizer, write_byte_tokenizer
 from megatron_ssm.server.chat_template import ChatTemplate
 from megatron_ssm.server.errors import ApiError
@@ -13,7 +15,7 @@ from megatron_ssm.server.reasoning import ReasoningSplitter
 from megatron_ssm.server.replies import Replies
 from megatron_ssm.server.request_models import ChatRequest
 from megatron_ssm.server.response_request import ResponseRequest
-from megatron_ssm.server.sequences import Arguments, Update
+from megatron_ssm.server.sequences import Update
 from megatron_ssm.server.tool_calls import HermesParser
 
 TEMPLATE = (
@@ -113,24 +115,24 @@ def test_reasoning_effort_is_a_budget_and_a_variable(tmp_path):
     def budget(effort, **changes):
         request = prepared(model, reasoning_effort=effort, **changes)
         assert request.prompts[0][0].endswith(effort)
-        return (request.sequences[0].arguments.thinking or [None])[-1]
+        thinking = request.sequences[0].options.thinking
+        return thinking and thinking.budget
 
     assert [budget(effort, **think) for effort in ("low", "medium", "high")] == [1024, 8192, None]
     assert budget("low", thinking_token_budget=7) == 7 and budget("none") == 0
     assert budget("low", thinking_token_budget=-1, **think) is None
     response = {"input": "a", "reasoning": {"effort": "low"}, **think}
     request = prepare_request(ResponseRequest, json.dumps(response), "", model)
-    assert request.sequences[0].arguments.thinking[-1] == 1024
+    assert request.sequences[0].options.thinking.budget == 1024
 
 
 def test_what_the_engine_follows(tmp_path):
     model, end, think = served(tmp_path), tuple(b"</think>"), {"chat_template_kwargs": {"enable_thinking": True}}
 
     def thinking(**changes):
-        arguments = prepared(model, **changes).sequences[0].arguments
-        copy = Arguments.from_json(json.loads(json.dumps(arguments.to_json())))
-        assert copy.thinking == arguments.thinking
-        return copy.thinking
+        options = prepared(model, **changes).sequences[0].options
+        assert GenerationOptions.from_json(json.loads(json.dumps(asdict(options)))) == options
+        return options.thinking and astuple(options.thinking)
 
     assert thinking() is None and thinking(**think) is None
     assert thinking(thinking_budget=5) == (end, False, 5) and thinking(thinking_token_budget=0, **think) == (
@@ -141,7 +143,7 @@ def test_what_the_engine_follows(tmp_path):
     form = {"response_format": {"type": "json_object"}}
     assert thinking(**form, thinking_budget=5) is None and thinking(**form, **think) == (end, True, None)
     plain = served(tmp_path, "{{ messages[0].content }}")
-    assert prepared(plain, thinking_budget=5).sequences[0].arguments.thinking is None
+    assert prepared(plain, thinking_budget=5).sequences[0].options.thinking is None
 
 
 @pytest.mark.parametrize("content", ("Once upon ", "  a\n\nb", "<think>so"))

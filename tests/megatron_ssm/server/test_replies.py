@@ -133,8 +133,8 @@ def test_the_engine_finds_stop_strings_in_the_text_of_the_reply(tmp_path, ignore
     body = {"prompt": [1], "stop": "w1 end w2", "max_tokens": 9, "ignore_eos": ignore_eos}
     model, tokens = served(tmp_path, tokenizer), [0, 1, END, 2, 3]
     (sequence,) = prepared(model, body).sequences
-    arguments = sequence.arguments
-    engine = RequestTokenizer(tmp_path, 257).text_stream(arguments.stop_strings, arguments.stop_tokens)
+    options = sequence.options
+    engine = RequestTokenizer(tmp_path, 257).text_stream(options.stop_strings, options.stop_tokens)
     text = "".join(map(engine.push, tokens)) + engine.finish()
     assert completion(model, body, tokens)["text"] == text == ("w0 " if ignore_eos else "w0 w1 w2 w3 ")
 

@@ -100,7 +100,7 @@ def test_items_of_custom_tools_and_namespaces_become_calls(tmp_path):
 def test_a_grammar_of_vllms(tmp_path):
     pytest.importorskip("llguidance")
     (sequence,) = prepared(served(tmp_path), structured_outputs={"regex": "a"}).sequences
-    assert sequence.arguments.grammar is not None
+    assert sequence.options.grammar is not None
 
 
 def test_codex_sends_tools_as_an_item(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import AddedToken
 
-from megatron_ssm.engine.grammar import Grammar, GrammarMatcher, GrammarTokens, json_schema
+from megatron_ssm.engine.grammar import GrammarMatcher, GrammarTokens, json_schema
 from megatron_ssm.engine.text import load_tokenizer, write_byte_tokenizer
 from megatron_ssm.server.chat_template import ChatTemplate
 from megatron_ssm.server.errors import ApiError
@@ -234,11 +234,11 @@ def test_tools_need_a_known_format_unless_calls_are_forced(tmp_path):
 
 def accepted(model, **changes):
     """A function that returns True if the grammar of a request allows a text as the whole reply."""
-    kind, text = prepared(model, **changes).sequences[0].arguments.grammar
+    grammar = prepared(model, **changes).sequences[0].options.grammar
     tokens = GrammarTokens(model.tokenizer, model.vocab_size)
 
     def accepts(reply):
-        matcher = GrammarMatcher(Grammar.unchecked(kind, text), tokens)
+        matcher = GrammarMatcher(grammar, tokens)
         ids = model.tokenizer.encode(reply, add_special_tokens=False).ids
         return all(matcher.allowed[token] and matcher.advance(token) is None for token in ids) and matcher.accepts
 
