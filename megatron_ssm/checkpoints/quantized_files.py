@@ -3,7 +3,7 @@
 config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weights": "int4", "block_size": 64}}, or "int8".
 The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
 uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a
-row are multiplied (`ops.quantized_matrices` says how). Matrices of experts are stored as the source has them: one by one, or
+row are multiplied (see `quantized_matrices`). Matrices of experts are stored as the source has them: one by one, or
 (experts, out, in) with scales of three dimensions. A draft head (`mtp.*`) is written like the model. Other tensors are as in
 the source, but for Mamba-1's small matrices, which are bfloat16 if they were float32. What a rank quantizes at load, in the
 dtype of the files, has the same bits, so both generate the same tokens. Where ranks have parts of blocks, they keep the

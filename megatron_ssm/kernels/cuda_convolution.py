@@ -1,4 +1,4 @@
-"""The causal convolution by causal-conv1d's CUDA kernels, with the interface of `ops.convolution`."""
+"""The causal convolution by causal-conv1d's CUDA kernels, with the interface of `kernels.convolution`."""
 
 import functools
 

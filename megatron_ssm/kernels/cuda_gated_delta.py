@@ -1,4 +1,4 @@
-"""The gated delta rule by flash-linear-attention's CUDA kernels, with the interface of `ops.gated_delta`.
+"""The gated delta rule by flash-linear-attention's CUDA kernels, with the interface of `kernels.gated_delta`.
 
 `fused_recurrent_gated_delta_rule` computes one token after the other, and has no gradient of g. `chunk_gated_delta_rule` has
 all gradients, including those of the states. Both normalize q and k, and (since fla-core 0.6) support several value heads

@@ -4,7 +4,7 @@ For each value head, with the state S (K, V), the log decay g <= 0 and the rate 
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  y = S^T q          (Gated Delta Networks, equation 10)
 
-q and k are normalized first, and q is divided by sqrt(K). As in `ops.scan`, tensors are (batch, seq, ...) of this rank's
+q and k are normalized first, and q is divided by sqrt(K). As in `kernels.scan`, tensors are (batch, seq, ...) of this rank's
 heads, nothing is communicated, and the states before the first token and after the last one are at least fp32 and have
 gradients. Four forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU; and
 the kernels of flash-linear-attention, on CUDA.

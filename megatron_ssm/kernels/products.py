@@ -1,7 +1,7 @@
 """Products with a matrix by the C kernels, which the table in dispatch.c chooses. See also the remarks in `kernels`.
 
 A matrix (out, in) is either a tensor of x's dtype, or of bfloat16 if x is float32; or it is quantized
-(`ops.quantized_matrices`), with `values`, int8 (out, in) or uint8 (out, in / 2) with two 4-bit numbers in each byte, and
+(`kernels.quantized_matrices`), with `values`, int8 (out, in) or uint8 (out, in / 2) with two 4-bit numbers in each byte, and
 `scales`, float32 (out, in / BLOCK).
 """
 

@@ -323,7 +323,7 @@ class Builder:
         self, x: Buffer, dt: Buffer, A_log: Tensor, D: Tensor, heads: int, head_dim: int, groups: int, state: int,
         may_round: bool,
     ) -> Buffer:  # fmt: skip
-        """`ops.scan.ssd`. x: a buffer with the columns [x | B | C]; the recurrent state is the tensor "state"."""
+        """`kernels.scan.ssd`. x: a buffer with the columns [x | B | C]; the recurrent state is the tensor "state"."""
         self._check_float32(A_log, D)
         if state > LARGEST_STATE:
             raise NotLowered("a large state")
@@ -335,7 +335,7 @@ class Builder:
         self, x: Buffer, dt: Buffer, gate: Buffer, parameters: SumResult, A_log: Tensor, D: Tensor, dt_bias: Tensor,
         heads: int, rank: int, state: int,
     ) -> Buffer:  # fmt: skip
-        """`ops.scan.selective_scan`, with the state `state`.
+        """`kernels.scan.selective_scan`, with the state `state`.
 
         Args:
             x, dt, gate: The inputs, one column per channel.
@@ -369,7 +369,7 @@ class Builder:
         return y
 
     def gated_delta(self, x: Buffer, rates: Buffer, key_heads: int, heads: int, size: int, width: int) -> Buffer:
-        """`ops.gated_delta.gated_delta` of x, [q | k | v], and rates, [beta | g], with the state `state`.
+        """`kernels.gated_delta.gated_delta` of x, [q | k | v], and rates, [beta | g], with the state `state`.
 
         key_heads, heads: The number of key heads and of value heads. size, width: The size of a key and of a value.
         """
@@ -498,7 +498,7 @@ class Builder:
 
 
 def rotary_table(theta: float, size: int, dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """A function length -> [cosines | sines] (length, size) of the angles of `operators.attention.rotate`."""
+    """A function length -> [cosines | sines] (length, size) of the angles of `layers.attention.rotate`."""
 
     def table(length: int) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)

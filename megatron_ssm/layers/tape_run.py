@@ -272,7 +272,7 @@ class BoundCall:
         self.struct.ids, self.struct.logits = ids.data_ptr(), logits.data_ptr()
         return None if self.run(section) else logits
 
-    # The methods of `operators.state.Pending`, which `Cache.accept` calls after a speculative call
+    # The methods of `layers.state.Pending`, which `Cache.accept` calls after a speculative call
 
     def check(self, cache: Any) -> None:
         if cache.layout.version != self.version or not self.tape.has_addresses():

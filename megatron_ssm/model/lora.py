@@ -1,7 +1,7 @@
 """LoRA adapters as data: the linear layers of a stack that may have adapters, and the fields of the adapters.
 
 An adapter belongs to one linear layer of Hugging Face's model, such as backbone.layers.0.mixer.in_proj. In a hybrid model,
-each layer that invokes a shared block has its own adapters for the block, as in PEFT. `operators.low_rank` describes how
+each layer that invokes a shared block has its own adapters for the block, as in PEFT. `layers.low_rank` describes how
 adapters are split over ranks.
 """
 

@@ -7,7 +7,7 @@ A prefill of a whole batch at once, with prompts of equal length and without gra
 - weights: all parameters, split as their `Field`s specify.
 - cache: for each sequence the states of all operators, and the keys and values of its tokens.
 - tokens: batch * prompt.
-- stages: the bytes per token of activations at each stage of a layer (`Memory.stages`, from `stack.sizes.Sizes`).
+- stages: the bytes per token of activations at each stage of a layer (`Memory.stages`, from `spec.sizes.Sizes`).
 - logits: those of one position of each sequence.
 
 If the C tape reads a prompt through several layers in one call, less memory is needed: only the input and the output of

@@ -81,7 +81,7 @@ class Model(TrackedModule):
         context_ranks: The context-parallel ranks, or None if there is only one.
         draft_head: The layer that guesses tokens (see `load`), or None.
         directory: The directory from which the model was loaded, or None.
-        routing: The object to which routers of experts report in `loss` (see `operators.routing`), or None.
+        routing: The object to which routers of experts report in `loss` (see `layers.routing`), or None.
         lora: The LoRA adapters, or None.
         weights: "int8" or "int4" if the matrices are quantized, so that the model can only generate; otherwise None.
         graphs: True if CUDA graphs may decode tokens. A failed capture sets it to False.

@@ -199,7 +199,7 @@ class ColumnParallelLinear(TrackedModule):
 class RowParallelLinear(TrackedModule):
     """y = x W^T with the columns of W split over the ranks: x (..., this rank's columns) -> y (..., out), partial.
 
-    Sends nothing: a unit sums the outputs of its operators over the ranks (`operators.operator.sum_of`). Every rank has the
+    Sends nothing: a unit sums the outputs of its operators over the ranks (`layers.operator.sum_of`). Every rank has the
     whole bias, which is added once, after the sum.
     """
 

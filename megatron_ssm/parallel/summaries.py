@@ -56,7 +56,7 @@ def step_sizes(dt: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
 def selective_summary(
     x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, B: torch.Tensor, dt_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `ops.scan.selective_scan`.
+    """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `selective_scan`.
 
     x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None. The results have
     the dtype of A_log, at least fp32, as in the functions below.
@@ -82,7 +82,7 @@ def selective_adjoint(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The part of the gradient of the incoming state of `ops.scan.selective_scan` that comes from y: (batch, N, channels).
+    """The part of the gradient of the incoming state of `selective_scan` that comes from y: (batch, N, channels).
 
     dy: (batch, seq, channels), the gradient of y. The result is g_1 of g_t = exp(dt_t A) (g_{t+1} + C_t dy_t silu(z_t)).
     """
@@ -106,7 +106,7 @@ def selective_adjoint(
 def ssd_summary(
     x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, heads, N, head_dim), sum of the step sizes (batch, heads)) of `ops.scan.ssd`.
+    """(final state from zeros (batch, heads, N, head_dim), sum of the step sizes (batch, heads)) of `kernels.scan.ssd`.
 
     x: (batch, seq, heads, head_dim); dt: (batch, seq, heads); A_log: (heads,); B: (batch, seq, groups, N).
     """
@@ -116,7 +116,7 @@ def ssd_summary(
 
 
 def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-    """The part of the gradient of the incoming state of `ops.scan.ssd` that comes from y: (batch, heads, N, head_dim).
+    """The part of the gradient of the incoming state of `kernels.scan.ssd` that comes from y: (batch, heads, N, head_dim).
 
     dy: like x, the gradient of y. C: (batch, seq, groups, N).
     """
@@ -126,7 +126,7 @@ def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torc
 def delta_summary(
     k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, value heads, K, V), map (batch, value heads, K, K)) of `ops.gated_delta.gated_delta`.
+    """(final state from zeros (batch, value heads, K, V), map (batch, value heads, K, K)) of `gated_delta`.
 
     The map applied to an incoming state is its contribution to the final state. Columns of a state are independent, so K
     more columns with the identity as incoming state and v = 0 end as the map.

@@ -1,8 +1,8 @@
 """Counts the messages of a training step, of a prompt and of a decoded token, and predicts their time on a fabric.
 
-Each token causes the tensor-parallel sums of `sizing.advise`. Backward sums the gradients of the same activations
+Each token causes the tensor-parallel sums of `model.advise`. Backward sums the gradients of the same activations
 (Megatron's f and g), where the attention's input is twice as wide, and the gradients of replicated parameters. Context
-ranks pass states (see `context.state_passing`). DDP sums the gradients of all data x context ranks.
+ranks pass states (see `parallel.state_passing`). DDP sums the gradients of all data x context ranks.
 """
 
 import itertools

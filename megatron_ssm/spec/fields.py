@@ -37,7 +37,7 @@ class Field:
         granule: With units=None, the number of rows of each rank but the last ones is a multiple of it.
         fp32: True if it is stored in at least float32 (A_log, D, the dt bias).
         usual: The operator's own name of Hugging Face's tensor, if the family has another; "": it is `hf`.
-        init, init_range: The initialization of a new model and its parameters (see `models.initialization`).
+        init, init_range: The initialization of a new model and its parameters (see `model.initialization`).
     """
 
     name: str

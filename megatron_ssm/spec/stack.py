@@ -55,7 +55,7 @@ class Spec:
         return Sizes()
 
     def build(self, place: Any) -> Any:
-        """The operator with uninitialized parameters. place: an `operators.operator.Place`."""
+        """The operator with uninitialized parameters. place: an `layers.operator.Place`."""
         raise NotImplementedError
 
 
@@ -182,7 +182,7 @@ class Stack:
         residual_in_fp32: True if the residual stream is at least fp32.
         embedding_scale, logits_scale: Constants that multiply the embeddings and the logits.
         draft_head: The draft head that checkpoints of the family may have; has_draft_head: True if this model has it.
-        draws, draws_std: The initialization of a new model (see `models.initialization`): {value of `Field.init`: the value
+        draws, draws_std: The initialization of a new model (see `model.initialization`): {value of `Field.init`: the value
             that this family uses instead}, and the standard deviation of normal initializations. An empty draws initializes
             as state-spaces' Mamba does.
         raw: The config.json from which the stack was read. unknown, unknown_note: its unknown fields, and a line about them.

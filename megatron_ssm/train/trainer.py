@@ -74,7 +74,7 @@ def decaying_groups(model: Model, options: Options) -> list[dict[str, Any]]:
 
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
-    """AdamW (see `ops.fused_adam`) of `parameter_groups`."""
+    """AdamW (see `kernels.fused_adam`) of `parameter_groups`."""
     betas = (options.adam_beta1, options.adam_beta2)
     groups = decaying_groups(model, options)
     return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
