@@ -21,7 +21,7 @@ import megatron_ssm
 from benchmarks.generation.speed import NEW, theirs
 from benchmarks.support.shapes import FAMILIES, PROMPT, PUBLISHED, SHAPES, random_model
 from benchmarks.support.tables import interleaved, markdown, publish
-from megatron_ssm.cli.doctor import kernels_line
+from megatron_ssm.kernels.report import kernels_line
 from megatron_ssm.model.memory import Memory
 
 BATCHES, STREAM = (1, 64), 2**28  # STREAM: floats that are read to measure the memory's bandwidth

@@ -275,6 +275,7 @@ class BoundCall:
     # The methods of `layers.state.Pending`, which `Cache.accept` calls after a speculative call
 
     def check(self, cache: Any) -> None:
+        """RuntimeError if tensors of the model or of the cache have moved since the call."""
         if cache.layout.version != self.version or not self.tape.has_addresses():
             raise RuntimeError(
                 "accept() failed: tensors of the model or the cache were reallocated since speculative_logits()"

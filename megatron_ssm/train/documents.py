@@ -74,13 +74,14 @@ def _raise_unreadable(error: OSError) -> None:
 def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
     """The documents of a file that are not white space alone."""
     text, suffix = _read_text(path), path.suffix.lower()
+    texts: Iterable[str]
     if suffix in JSON_LINES or _is_record(text.lstrip().partition("\n")[0]):
         lines = enumerate(text.split("\n"), start=1)
         texts = (text_of_line(path, number, line) for number, line in lines if line.strip())
     elif suffix == ".json" and _holds_records(text):
         raise ValueError(f"{EXPECTED}, but {path} is one JSON value: write one object with `text` per line")
     else:
-        texts = iter([text] if separator is None else _split_at_lines(text, separator))
+        texts = [text] if separator is None else _split_at_lines(text, separator)
     return (text for text in texts if text.strip())
 
 

@@ -190,9 +190,10 @@ class Saver:
     def _snapshot(self, step: int, stage: Stage | None = None) -> Snapshot:
         trainer, options = self._trainer, self._trainer.options
         pending = PendingFile.of(trainer, copies=stage is not None)
+        write_pending = None if pending is None else pending.write
         return Snapshot.of(
             self._directory, step, trainer.model, trainer.checkpoint_state(), self._requirements, options.decay_steps,
-            pending and pending.write, options.keep, stage, trainer.batch_sizes.of_step(step)[0],
+            write_pending, options.keep, stage, trainer.batch_sizes.of_step(step)[0],
         )  # fmt: skip
 
     def finish(self) -> None:
