@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commfabric.collectives.agreement import on_first
-from commfabric.foundation.command_line import Failure, first_line
+from commfabric.foundation.command_line import Failure
 from commfabric.foundation.json_files import read_json
 
 from .disk import Result, in_one_line, read_with_retries
@@ -37,7 +37,8 @@ def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Res
     except Failure:
         raise
     except Exception as error:
-        raise DamagedCheckpoint(prefix + first_line(error), path) from error
+        reason = str(error).partition("\n")[0] or type(error).__name__  # with the name of a file that is missing
+        raise DamagedCheckpoint(prefix + reason, path) from error
 
 
 def find_checkpoints(directory: str | Path, is_complete: bool = True) -> list[Path]:
