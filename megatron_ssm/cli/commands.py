@@ -180,9 +180,9 @@ def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, i
     start = time.perf_counter()
     columns = stream(
         model, torch.tensor([inputs.prompt], device=model.device), None, arguments.max_new_tokens,
-        arguments.temperature or 0.0, arguments.top_k, arguments.top_p,
-        1.0 if arguments.repetition_penalty is None else arguments.repetition_penalty, inputs.stop_tokens, arguments.stop,
-        arguments.seed, min_p=arguments.min_p,
+        arguments.temperature or 0.0, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p,
+        repetition_penalty=1.0 if arguments.repetition_penalty is None else arguments.repetition_penalty,
+        stop_tokens=inputs.stop_tokens, stop_strings=arguments.stop, seed=arguments.seed,
     )  # fmt: skip
     log.info("\n".join([model.start_line, *inputs.hints]))  # after the last possible error
     for column in columns:
@@ -220,7 +220,7 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
 def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
     """The bytes of one decoded token, measured with the second token after a prompt of one token."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2,
-                   arguments.temperature or 0.0, arguments.top_k, seed=0)  # fmt: skip
+                   arguments.temperature or 0.0, top_k=arguments.top_k, seed=0)  # fmt: skip
     next(steps)
     before = model.counter.nbytes
     next(steps)

@@ -79,7 +79,7 @@ def generate(
             lambda: _Text(model, prompt, stop_tokens, stop_strings), model.generating_groups, device=model.device
         )
         input_ids, attention_mask, stop_tokens = torch.tensor([text.ids], device=model.device), None, text.stop_tokens
-    options = dict(
+    options: dict[str, Any] = dict(
         top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty, stop_tokens=stop_tokens, stop_strings=stop_strings, seed=seed,
         min_new_tokens=min_new_tokens, pad_token_id=pad_token_id,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|end of the text of a grammar|>"
-KINDS = ("json_object", "json_schema", "regex", "lark")
 REMEMBERED = 64  # grammars whose check is remembered
 # White space in JSON, unless a schema's x-guidance has a rule. It is bounded: a weak model may repeat white space forever.
 WHITE_SPACE = r" |\n {0,8}"
@@ -58,8 +57,6 @@ class Grammar:
         return grammar
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown grammar kind {self.kind!r}: expected {', '.join(KINDS)}")
         if error := _problem(self.kind, self.text):
             raise ValueError(f"{self.kind}: {error}")
 

@@ -46,7 +46,7 @@ def schedule_of(
         fabric: The measured links of the ranks; None compares bytes.
 
     Raises:
-        ValueError: The name is unknown, or the schedule does not fit the number of ranks.
+        ValueError: The schedule does not fit the number of ranks.
     """
     ranks = group.size()
     if name in ("auto", "search") and config.attentions:
@@ -59,8 +59,6 @@ def schedule_of(
         )
     grids = named_grids(ranks)
     grids |= {"auto": grids["ring"], "search": grids["ring"]}
-    if name not in grids:
-        raise ValueError(f"unknown schedule {name!r}: expected auto, search, ring, all-gather, ulysses, usp, 2d or 3d")
     rows, cols, ulysses, overlap = grids[name]
     return Attention2D(group, rows, cols, ulysses, overlap=overlap)
 

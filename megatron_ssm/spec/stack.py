@@ -350,9 +350,6 @@ class Stack:
 
         experts: the expert-parallel ranks, over which its experts must divide.
         """
-        for kind, ranks in {"tensor": size, "expert": experts}.items():
-            if ranks < 1:
-                raise ValueError(f"{ranks} {kind}-parallel ranks: there must be at least 1")
         counts = {spec.experts for _, spec in self.operators if spec.experts}
         if experts > 1 and not counts:
             raise ValueError(f"{experts} expert-parallel ranks: this {self.family} model has no experts")

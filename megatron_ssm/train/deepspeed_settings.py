@@ -55,16 +55,14 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
         hidden_size: The width of the model, from which "auto" sizes of ZeRO 3 follow, as in transformers.
 
     Raises:
-        ValueError: DeepSpeed is not installed; the file cannot be read or is not a JSON object; a value contradicts the
-            options; a key is not supported.
+        OSError: The file cannot be read.
+        ValueError: DeepSpeed is not installed; the file is not a JSON object; a value contradicts the options; a key is not
+            supported.
     """
     path = options.deepspeed_config
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("--engine deepspeed needs the package deepspeed: pip install deepspeed")
-    try:
-        given = _without_nulls(read_json(path))
-    except OSError as error:
-        raise ValueError(f"cannot read --deepspeed-config {path}: {error.strerror}") from None
+    given = _without_nulls(read_json(path))
     try:
         return _completed(given, options, data_ranks, hidden_size)
     except ValueError as error:

@@ -237,11 +237,6 @@ def test_formats_that_are_enforced():
     assert is_matched(made, '"2026-02-28"') and not is_matched(made, '"soon"')
 
 
-def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="unknown grammar kind 'ebnf': expected json_object, "):
-        grammar.Grammar("ebnf", "")
-
-
 def test_grammars_can_be_sent_to_other_ranks():
     for made, _ in GRAMMARS.values():
         assert pickle.loads(pickle.dumps(made)) == made == grammar.Grammar(made.kind, made.text)

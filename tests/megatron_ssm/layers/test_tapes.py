@@ -14,7 +14,7 @@ from cases import CASES, EXPERTS, groups_of, with_layers
 from commfabric.native.library import Library
 from megatron_ssm import families
 from megatron_ssm.kernels import kernels, products
-from megatron_ssm.layers import operations, tapes
+from megatron_ssm.layers import tape_operations, tapes
 from megatron_ssm.model.adapters import adapter_parameters
 from serving import IDS, one_by_one, saved
 
@@ -428,8 +428,8 @@ def test_a_token_takes_few_calls_of_python(tmp_path):
 
 
 def test_operations_are_those_of_c():
-    assert operations.Op.n.size == 64 and operations.Tape.threads.offset % 4 == 0
-    names = " ".join(operations.KINDS).upper().split()
+    assert tape_operations.Op.n.size == 64 and tape_operations.Tape.threads.offset % 4 == 0
+    names = " ".join(tape_operations.KINDS).upper().split()
     header = (kernels.LIBRARY.path.parent / "tape.h").read_text() if hasattr(kernels.LIBRARY, "path") else None
     if header is not None:
         listed = header[header.index("EMBED") : header.index("STOP\n") + 4].replace(",", " ").split()
