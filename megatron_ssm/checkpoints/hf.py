@@ -129,7 +129,10 @@ def load(
     part = f"part {0 if group is None else group.rank()} of the model"
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
-        _check_arguments(reduce, weights)
+        if not callable(reduce) and reduce not in FORMATS:
+            raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
+        if weights not in (None, *QUANTIZED_FORMATS):
+            raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
         asked = dtype_of(dtype)
         families.check_directory(directory)
         with os_errors_as(f"cannot read {directory}", ValueError):
@@ -185,13 +188,6 @@ def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
     """The dtype that config.json names, else that of the first tensor, the embeddings."""
     named = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
     return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
-
-
-def _check_arguments(reduce: object, weights: str | None) -> None:
-    if not callable(reduce) and reduce not in FORMATS:
-        raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
-    if weights not in (None, *QUANTIZED_FORMATS):
-        raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
 
 
 def _check_quantized(

@@ -111,15 +111,11 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
     for name, tensor in tensors.items():
-        if not _is_stored(tensor):
+        is_strided = torch.is_tensor(tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        # A file with fewer elements than the tensor has would make a copy that is larger than the file.
+        if not is_strided or tensor.dtype not in FLOATS.values() or tensor.untyped_storage().nbytes() < tensor.nbytes:
             raise ValueError(f"{path}: {name} is not a floating-point tensor that is stored in full")
     return {name: StoredTensor(tensor) for name, tensor in tensors.items()}
-
-
-def _is_stored(tensor: Any) -> bool:
-    """Return True for a floating-point tensor of which a file holds each element, so that a copy is not larger."""
-    is_strided = torch.is_tensor(tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return is_strided and tensor.dtype in FLOATS.values() and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _files_in_index(path: Path, suffix: str) -> list[Path]:

@@ -193,7 +193,16 @@ def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
 
 def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
     """The adapters that the configuration describes, and {name: slice object} of the tensors, after all checks."""
-    raw = _read_configuration(directory / CONFIG)
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
+    raw = read_json(path)
+    for name, allowed in _SUPPORTED.items():
+        if name in raw and raw[name] not in allowed:
+            raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
+    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+        if type(raw.get(name)) not in kinds or not 0 < raw[name] < math.inf:
+            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive and finite number")
     tensors = open_safetensors(directory / WEIGHTS, stack)
     lora = Lora(raw["r"], raw["lora_alpha"], _modules(config, directory, list(tensors)), bool(raw.get("use_rslora")))
     expected = hf_shapes(lora_fields(config, lora))
@@ -204,19 +213,6 @@ def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[
                 f"{directory / WEIGHTS}: {name} is {found}, and with r={lora.rank} the model needs {shape}"
             )
     return lora, tensors
-
-
-def _read_configuration(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
-    raw = read_json(path)
-    for name, allowed in _SUPPORTED.items():
-        if name in raw and raw[name] not in allowed:
-            raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
-    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
-        if type(raw.get(name)) not in kinds or not 0 < raw[name] < math.inf:
-            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive and finite number")
-    return raw
 
 
 def _modules(config: Stack, directory: Path, names: list[str]) -> tuple[str, ...]:

@@ -66,7 +66,9 @@ def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dic
     }
     if "n_groups" in family.defaults:
         head_dim_name = "mamba_head_dim" if "mamba_head_dim" in family.defaults else "head_dim"
-        inner, head_dim = _inner_size(config, hf_fields.get(name("expand"), 2)), config.mamba_head_dim
+        heads, head_dim = config.mamba_num_heads, config.mamba_head_dim
+        expand = hf_fields.get(name("expand"), 2)
+        inner = int(expand * config.hidden_size) if heads is None else heads * head_dim  # as in Megatron's own mixer
         if inner % head_dim:
             raise ValueError(f"{inner} channels do not divide into heads of {head_dim}")
         fields[name("num_heads")], fields[name(head_dim_name)] = inner // head_dim, head_dim
@@ -76,7 +78,10 @@ def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dic
     if family.shares_blocks:
         fields |= _shared_block(config)
     if "mlp_hidden_act" in family.defaults:
-        _check_own_layers(config, family.name)
+        for option in _UNSUPPORTED_OPTIONS:  # of Megatron's own attention and MLP
+            if value := getattr(config, option, None):
+                raise ValueError(f"{option}={value!r}: a {family.name} model has no such option")
+        check_key_value_heads(config)
         block = _shared_block(config)
         fields |= {"mlp_hidden_act": block.pop("hidden_act"), "head_dim": config.kv_channels, **block}
     if "residual_in_fp32" in family.defaults:
@@ -84,13 +89,6 @@ def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dic
     if "add_bias_linear" in family.known:
         fields["add_bias_linear"] = config.add_bias_linear
     return fields
-
-
-def _inner_size(config: Any, expand: float) -> int:
-    """The number of channels of a Mamba-2 mixer, as Megatron's own mixer computes it."""
-    if config.mamba_num_heads is not None:
-        return config.mamba_num_heads * config.mamba_head_dim
-    return int(expand * config.hidden_size)
 
 
 def _expand(inner: int, hidden: int) -> int | float:
@@ -105,14 +103,6 @@ _UNSUPPORTED_OPTIONS = (
     "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "softmax_scale", "attention_output_gate", "qk_layernorm",
     "window_size",
 )  # fmt: skip
-
-
-def _check_own_layers(config: Any, family: str) -> None:
-    """Raise ValueError for options of Megatron's own attention and MLP that models of the family do not have."""
-    for name in _UNSUPPORTED_OPTIONS:
-        if value := getattr(config, name, None):
-            raise ValueError(f"{name}={value!r}: a {family} model has no such option")
-    check_key_value_heads(config)
 
 
 def check_key_value_heads(config: Any) -> None:

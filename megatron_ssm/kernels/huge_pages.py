@@ -38,8 +38,10 @@ class HugePages(TorchFunctionMode):
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func in (torch.empty, torch.zeros) and _is_cpu(options.get("device")):
-            return self._zeros_like(func(*args, **options | {"device": "meta"}))
+        if func in (torch.empty, torch.zeros):
+            device = options.get("device")
+            if torch.device(torch.get_default_device() if device is None else device).type == "cpu":
+                return self._zeros_like(func(*args, **options | {"device": "meta"}))
         return func(*args, **options)
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -74,7 +76,3 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def _is_cpu(device: Any) -> bool:
-    return torch.device(torch.get_default_device() if device is None else device).type == "cpu"

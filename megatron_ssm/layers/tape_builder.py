@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ssm.kernels.arguments import address
 from megatron_ssm.kernels.experts import FORMS, Router
 from megatron_ssm.kernels.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
 from megatron_ssm.kernels.products import columns_of
@@ -176,7 +175,10 @@ class Builder:
             if isinstance(value, Buffer):
                 value = value.view
             elif isinstance(value, Tensor):
-                value = self._address(value)
+                if not value.is_cpu or not value.is_contiguous():
+                    raise NotLowered("a tensor that is not contiguous, or not on the CPU")
+                self.tensors.append(value)
+                value = value.data_ptr()
             if name in ("n", "f"):
                 getattr(op, name)[: len(value)] = value
             elif value is not None:
@@ -184,12 +186,6 @@ class Builder:
         self.ops.append(op)
         self.names.append(f"{self.path} {kind} {detail}".strip())
         return op
-
-    def _address(self, tensor: Tensor) -> int | None:
-        if not tensor.is_cpu or not tensor.is_contiguous():
-            raise NotLowered("a tensor that is not contiguous, or not on the CPU")
-        self.tensors.append(tensor)
-        return address(tensor)
 
     def _check_typed(self, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
         if not usable(torch.empty(0, dtype=dtype or self.dtype), *tensors):

@@ -8,7 +8,7 @@ the stack alone. docs/concepts/putting-a-model-together.md has a picture.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -303,20 +303,14 @@ class Stack:
             fields = [replace(each, written_apart=self.apart) if each.apart else each for each in fields]
         return tuple(fields)
 
-    def with_specs(self, change: Callable[[Spec], Spec]) -> "Stack":
-        """This stack with each specification of an operator of its layers replaced by change(specification)."""
-        layers = tuple(
-            tuple(
-                replace(unit, operators=tuple(replace(part, spec=change(part.spec)) for part in unit.operators))
-                for unit in layer
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
-
     def in_granules(self, granule: int, ranks: int) -> "Stack":
         """A copy for quantized matrices: ranks split them only between blocks of `granule` numbers."""
-        return self.with_specs(lambda spec: spec.in_granules(granule, ranks))
+
+        def changed(unit: Unit) -> Unit:
+            parts = (replace(part, spec=part.spec.in_granules(granule, ranks)) for part in unit.operators)
+            return replace(unit, operators=tuple(parts))
+
+        return replace(self, layers=tuple(tuple(changed(unit) for unit in layer) for layer in self.layers))
 
     def with_draft_head(self) -> "Stack":
         """This stack with the draft head of its checkpoints; ValueError if they have none."""

@@ -141,14 +141,11 @@ class Batches:
         """The index in the stream at which window number `sample`, counted from step 0, begins."""
         epoch, index = divmod(sample, self.windows_per_epoch)
         if epoch not in self._starts:
-            self._starts = {epoch: self._draw_starts(epoch)}
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            offset = torch.randint(len(self.ids), (), generator=generator)
+            order = torch.randperm(self.windows_per_epoch, generator=generator)
+            self._starts = {epoch: offset + self.seq_length * order}
         return self._starts[epoch][index]
-
-    def _draw_starts(self, epoch: int) -> torch.Tensor:
-        """(windows_per_epoch,): the indices at which the windows of an epoch begin, in the order in which they are taken."""
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        offset = torch.randint(len(self.ids), (), generator=generator)
-        return offset + self.seq_length * torch.randperm(self.windows_per_epoch, generator=generator)
 
 
 def windows(stream: Tokens, seq_length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -263,18 +263,6 @@ def logs_of_torchrun() -> str:
     return folder[1] if folder else ""
 
 
-def mark_begun(directory: Path) -> None:
-    """Mark the checkpoints in a directory as this run's, if torchrun has started its ranks; see `only_run`."""
-    names = _names_of_run()
-
-    def write() -> None:
-        directory.mkdir(exist_ok=True)
-        (directory / BEGUN).write_text("\n".join(sorted(names)), encoding="utf-8")
-
-    if names:
-        on_first(in_one_line(f"cannot write to {directory}")(write), dist.group.WORLD)
-
-
 def resumes_deepspeed(options: Options) -> bool:
     return options.resume not in OWN
 
@@ -374,4 +362,11 @@ def claim(directory: Path, continues: bool) -> None:
     """
     if not continues:
         rename_to_old(directory)
-    mark_begun(directory)
+    names = _names_of_run()
+
+    def mark() -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / BEGUN).write_text("\n".join(sorted(names)), encoding="utf-8")
+
+    if names:  # torchrun has started the ranks; see `only_run`
+        on_first(in_one_line(f"cannot write to {directory}")(mark), dist.group.WORLD)
