@@ -95,7 +95,11 @@ class HiddenFolder:
         self._made = None if directory.exists() else directory
         directory.mkdir(parents=True, exist_ok=True)
         for other in directory.glob(".saving-*"):
-            _remove_if_left(other)
+            with contextlib.suppress(OSError):  # its writer holds the lock, or has just removed it
+                lock = DirectoryLock(other)
+                if lock.is_held:
+                    shutil.rmtree(other, ignore_errors=True)
+                lock.release()
         try:
             new = Path(tempfile.mkdtemp(prefix=".new.saving-", dir=directory))  # which other writers do not look for
         except OSError:
@@ -115,15 +119,6 @@ class HiddenFolder:
         if self._made is not None:
             with contextlib.suppress(OSError):
                 self._made.rmdir()
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Remove a hidden folder unless its writer is still running, or that cannot be known."""
-    with contextlib.suppress(OSError):  # its writer holds the lock, or has just removed it
-        lock = DirectoryLock(folder)
-        if lock.is_held:
-            shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
 
 
 @contextlib.contextmanager

@@ -140,7 +140,11 @@ def load(
         _check_quantized(config, directory, weights, sequence_parallel, device)
         if weights or format_of(config.raw):
             config = config.in_granules(BLOCK, _size(group))
-        return config, tensors, _stored_dtype(config, tensors) if asked == "auto" else asked
+        if asked == "auto":
+            asked = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
+        if asked == "auto":
+            asked = FLOATS[next(iter(tensors.values())).get_dtype()]  # that of the embeddings
+        return config, tensors, asked
 
     def same(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> dict[str, object]:
         config, _, found = opened
@@ -182,12 +186,6 @@ def dtype_of(dtype: object) -> Any:
     if found not in ("auto", *FLOATS.values()):
         raise ValueError(f"dtype={dtype} is neither auto nor a floating-point torch dtype")
     return found
-
-
-def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
-    """The dtype that config.json names, else that of the first tensor, the embeddings."""
-    named = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
-    return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
 
 
 def _check_quantized(

@@ -1,6 +1,6 @@
 """Imports of the CUDA kernels of mamba-ssm, causal-conv1d and flash-linear-attention; batches that are too large are split.
 
-`cuda_scans`, `cuda_gated_delta` and `cuda_convolution` call them. No other module imports these packages.
+`cuda_scans`, `gated_delta` and `convolution` call them. No other module imports these packages.
 
 | operator | several tokens | one token, without gradients |
 |---|---|---|

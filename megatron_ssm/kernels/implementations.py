@@ -1,7 +1,7 @@
 """The kernels of each operation and the calls that they support: one table, which dispatch reads and `doctor` prints.
 
 torch computes every call that no kernel supports. The table has conditions on dtypes, devices and one size; `torch_for`
-describes the others, which `cuda_scans`, `cuda_gated_delta` and `cuda_convolution` check. Three operations are dispatched
+describes the others, which `cuda_scans`, `gated_delta` and `convolution` check. Three operations are dispatched
 elsewhere: products with matrices by a table in C (`kernels.products.kernels_for`), AdamW by `fused_adam.adamw_on_cuda`, and
 the RMS norm by `kernels.kernels.supports_rms_norm`.
 """
