@@ -8,6 +8,7 @@ from commfabric.foundation.command_line import did_you_mean
 from megatron_ssm.layers import families
 from megatron_ssm.layers.families import FAMILIES
 from megatron_ssm.layers.mlp import ACTIVATIONS, MlpSpec, squared_relu
+from megatron_ssm.spec.fields import divides
 from megatron_ssm.spec.reader import Family
 from megatron_ssm.spec.stack import Stack, Unit
 
@@ -108,11 +109,7 @@ _UNSUPPORTED_OPTIONS = (
 def check_key_value_heads(config: Any) -> None:
     """Raise ValueError if a tensor-parallel rank of Megatron's own attention would have a part of a key/value head."""
     groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
-    if groups % ranks:
-        raise ValueError(
-            f"{groups} key/value heads of Megatron's attention do not divide over {ranks} ranks "
-            f"({groups} % {ranks} = {groups % ranks})"
-        )
+    divides(groups, ranks, "key/value heads of Megatron's attention", "ranks")
 
 
 def _shared_block(config: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.token_sharding import KeyValuePlacement, TokenSharding
 from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
+from megatron_ssm.spec.fields import divides
 from megatron_ssm.spec.stack import Stack
 
 from .context import check_length, check_schedule, context_ranks
@@ -36,7 +37,7 @@ from .draft_head import DraftHead
 from .lora import Lora, lora_fields
 from .loss import cross_entropy
 from .parameters import attach_fields
-from .token_ids import can_be_sharded, check_ids, check_inputs, check_sequence_parallel, pad_to_multiple
+from .token_ids import can_be_sharded, check_ids, check_inputs, pad_to_multiple
 
 
 @dataclass(frozen=True)
@@ -429,7 +430,9 @@ class Model(TrackedModule):
         if context is None:
             return mask, None
         if self.ranks.sequence_parallel:
-            check_sequence_parallel(tokens, self.ranks.size, keep)
+            divides(tokens, self.ranks.size, "tokens on each context rank", "sequence-parallel ranks")
+            if keep:
+                raise ValueError(f"logits_to_keep={keep} is not supported with sequence_parallel=True on context ranks")
         if mask is not None:
             raise ValueError("attention_mask has zeros, which context parallelism does not support")
         if (cache is not None or keep) and torch.is_grad_enabled():

@@ -8,17 +8,6 @@ from megatron_ssm.layers.cache import Cache
 FAST_IN_PYTHON = 64  # the number of ids up to which Python's min and max are faster than torch.aminmax
 
 
-def check_sequence_parallel(tokens: int, ranks: int, logits_to_keep: int) -> None:
-    """Raise ValueError for a call that sequence parallelism does not support on context ranks."""
-    if tokens % ranks:
-        rule = f"do not divide over {ranks} sequence-parallel ranks ({tokens} % {ranks} = {tokens % ranks})"
-        raise ValueError(f"{tokens} tokens on each context rank {rule}")
-    if logits_to_keep:
-        raise ValueError(
-            f"logits_to_keep={logits_to_keep} is not supported with sequence_parallel=True on context ranks"
-        )
-
-
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
     """Return True if each of `blocks` blocks of input_ids (batch, seq) has at least max(2, `conv_history`) tokens."""
     return (

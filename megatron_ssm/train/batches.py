@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ssm.spec.fields import divides
+
 from .options import Options
 
 IGNORE_INDEX = -100
@@ -122,11 +124,7 @@ class Batches:
         (inputs, labels), both int64 (global_batch / ranks, seq_length), with labels[i] = inputs[i + 1]. ValueError unless
         the batch divides over the ranks.
         """
-        if self.global_batch % ranks:
-            raise ValueError(
-                f"a global batch of {self.global_batch} does not divide over {ranks} data-parallel ranks "
-                f"({self.global_batch} % {ranks} = {self.global_batch % ranks})"
-            )
+        divides(self.global_batch, ranks, "sequences of a global batch", "data-parallel ranks")
         rows = self.global_batch // ranks
         return self.samples(step * self.global_batch + rank * rows, rows)
 
