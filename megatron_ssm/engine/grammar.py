@@ -6,7 +6,7 @@ deterministic, because its limits count work, not time. So all ranks that see th
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .grammar_check import LIMITS, one_line, problem
+from .schemas import map_schema
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,8 +27,6 @@ WHITE_SPACE = r" |\n {0,8}"
 # The formats of strings that llguidance knows. Others are annotations for the reader of a schema: pydantic writes password,
 # path, binary and more.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
-NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-VALUES = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # keys whose values are not schemas
 # Strings, comments, special tokens and expressions of a grammar, which may have %json in them; %json before a schema.
 _LEXEME = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|<[^<>\s]+>|/(?:\\.|[^/\\])*/?|(?P<json>%json\s*)')
 
@@ -206,18 +205,3 @@ def _llguidance() -> Any:
     except ImportError:
         raise ValueError("grammars need the package llguidance: pip install llguidance") from None
     return llguidance
-
-
-def map_schema(schema: Any, function: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return a copy of a schema with `function(copy)` in place of each schema in it, the innermost ones first."""
-    if isinstance(schema, list):
-        return [map_schema(each, function) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in NAMED_SCHEMAS and isinstance(value, dict):
-            copy[name] = {each: map_schema(part, function) for each, part in value.items()}
-        else:
-            copy[name] = value if name in VALUES else map_schema(value, function)
-    return function(copy)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ssm.engine.grammar import map_schema
+from megatron_ssm.engine.schemas import map_schema
 
 Schemas = dict[str, dict[str, Any]]  # {name of a tool: the JSON schema of its arguments}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties"}
