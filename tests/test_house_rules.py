@@ -33,11 +33,11 @@ LATER = {"megatron_ssm/model/model.py": {"engine"}}
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
 ALL_FILES = PACKAGE_FILES + [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MEGATRON_FILES = {
-    "megatron_ssm/parallel/groups.py", "megatron_ssm/parallel/megatron_ddp.py", "megatron_ssm/integrations/specs.py",
-    "megatron_ssm/train/indexed.py",
+    "megatron_ssm/parallel/groups.py", "megatron_ssm/integrations/specs.py", "megatron_ssm/train/indexed.py",
+    "megatron_ssm/train/megatron_trainer.py",
 } | {f"megatron_ssm/integrations/megatron_{name}.py" for name in ("gpt", "layers", "split", "weights")}  # fmt: skip
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
-    ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/kernels/cuda_kernels.py"},
+    ("mamba_ssm", "causal_conv1d", "fla"): set(),  # cuda_kernels.KERNELS names their modules
     ("transformer_engine", "apex"): {"megatron_ssm/kernels/fused_adam.py"},
     ("llguidance",): {"megatron_ssm/engine/grammar.py", "megatron_ssm/engine/grammar_check.py"},
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},
@@ -233,12 +233,17 @@ def bases(owner):
 
 
 def needs_no_docstring(owner, node):
-    """True for short methods, one-line properties, and methods that override a documented one, also of autograd.Function."""
-    if owner is None or isinstance(node, ast.ClassDef):
+    """True for functions of at most two lines, properties of one statement, and methods that override a documented one.
+
+    The last are also those of an autograd.Function with a docstring.
+    """
+    if isinstance(node, ast.ClassDef):
         return False
-    decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
     if node.body[-1].end_lineno - node.body[0].lineno < 2:
         return True
+    if owner is None:
+        return False
+    decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
     if decorators & {"property", "cached_property"}:
         return len(node.body) == 1
     if "Function" in bases(owner):

@@ -21,12 +21,8 @@ Tensors = Sequence[torch.Tensor]
 class ChunkLayout:
     """The layout of a buffer that holds several ranks' chunks, with their segments sorted by position.
 
-    Args:
-        chunks: the segments of each chunk.
-
     Attributes:
         segments: of the buffer, from slot 0 on.
-        count: the number of chunks.
         slots: the length of the buffer.
     """
 
@@ -68,7 +64,6 @@ class ChunkLayout:
 
 
 def add_to(totals: Tensors, parts: Tensors) -> None:
-    """Add each part to its total, in place."""
     for total, part in zip(totals, parts, strict=True):
         total += part
 

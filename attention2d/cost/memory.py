@@ -49,7 +49,6 @@ class _Sizes:
 
     @property
     def is_widened(self) -> bool:
-        """Return True if the dtype of sums is wider than that of the inputs."""
         return self.sum_q > self.q
 
 
@@ -60,7 +59,6 @@ def peak_memory(
     """The memory of a rank that holds `slots` tokens.
 
     Args:
-        grid: the grid.
         overlap: of the streamed schedule instead of the gathered one.
         slots, batch, heads, kv_heads, head_dim: the shape of the rank's shards.
         itemsize: bytes of an element of q, k and v.

@@ -62,13 +62,11 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_length
 
 
 def check_causal(causal: bool) -> None:
-    """`causal` must be True or False."""
     if causal not in (True, False):
         raise ValueError(f"causal={causal!r}: expected True or False")
 
 
 def check_scale(scale: float | None) -> None:
-    """`scale` must be None or a positive finite number."""
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: expected a positive, finite number")
 

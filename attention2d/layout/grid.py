@@ -54,7 +54,6 @@ class Grid:
 
     @property
     def col(self) -> int:
-        """The column of this rank's cell."""
         return self.cell // self.rows
 
     def rank_at(self, row: int, col: int) -> int:

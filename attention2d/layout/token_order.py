@@ -153,10 +153,8 @@ def _cyclic_calls(q: Sequence[Segment], kv: Sequence[Segment]) -> list[KernelCal
 class _QueryRun:
     """Adjacent query segments that can share kernel calls.
 
-    Attributes:
-        q: their slots.
-        earlier: the number of first key segments that all of these queries see completely.
-        own: the number of next key segments that hold the positions of the queries themselves (0: none).
+    q: their slots. earlier: the number of first key segments that all of these queries see completely. own: the number of
+    next key segments that hold the positions of the queries themselves (0: none).
     """
 
     q: slice

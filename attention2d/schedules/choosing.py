@@ -40,7 +40,6 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """`seconds` if the fabric is known, otherwise `bytes_sent`."""
         return self.bytes_sent if self.seconds is None else self.seconds
 
     def __str__(self) -> str:

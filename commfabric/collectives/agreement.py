@@ -91,12 +91,8 @@ def together(
 def on_first(action: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device | str | None = None) -> T:
     """Run `action()` on the first rank of `group`, and return its result or raise its error on all of them.
 
-    The first rank broadcasts the result, or the type and text of the error, as a pickled object.
-
-    Args:
-        action: The action.
-        group: The ranks; None for this rank alone.
-        device: The GPU that NCCL uses, by default the current one.
+    The first rank broadcasts the result, or the type and text of the error, as a pickled object. group: None for this rank
+    alone. device: the GPU that NCCL uses, by default the current one.
     """
     if group is None or group.size() == 1:
         return action()
@@ -138,13 +134,7 @@ def _gather_in(group: dist.ProcessGroup, device: torch.device | str | None) -> G
 
 
 class _Failure(NamedTuple):
-    """An error that can be sent to other ranks.
-
-    Attributes:
-        class_path: The module and the name of its class, "module:name".
-        text: Its message.
-        suffix: A suffix of the message that names the rank.
-    """
+    """An error that can be sent to other ranks: the "module:name" of its class, its message, and the rank as a suffix."""
 
     class_path: str
     text: str
@@ -173,7 +163,6 @@ def _values(value: object) -> dict[str, str]:
 
 
 def _difference(gathered: Sequence[tuple[int, dict[str, str]]]) -> str:
-    """The message of the error, from pairs (rank, values)."""
     (first_rank, first), *_ = gathered
     rank, other = next((rank, values) for rank, values in gathered if values != first)
     name = next(name for name in [*first, *other] if other.get(name) != first.get(name))

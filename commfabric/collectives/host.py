@@ -130,9 +130,7 @@ def _map(location: tuple[str, int, int], nbytes: int) -> mmap.mmap:
 class ProcessWatch:
     """Detects which processes of the other ranks have died, even before a killed process has been reaped.
 
-    Args:
-        pids: The process ids of all ranks.
-        this: The number of this rank.
+    pids: of all ranks. this: the number of this rank.
     """
 
     def __init__(self, pids: Sequence[int], this: int):
@@ -165,7 +163,6 @@ class ProcessWatch:
         return ended | {rank for rank in self._without_descriptor if not _exists(self.pids[rank])}
 
     def close(self) -> None:
-        """Stop watching, and close the descriptors."""
         while self._ranks:
             os.close(self._ranks.popitem()[0])
 

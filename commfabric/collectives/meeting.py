@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commfabric.foundation.command_line import shortened
+from commfabric.foundation.command_line import first_line, shortened
 from commfabric.foundation.launcher import LauncherError, launched_ranks, meeting_address, this_rank
 
 from .agreement import Gather
@@ -41,8 +41,8 @@ def meet(timeout: timedelta) -> tuple[dist.Store, str]:
         try:
             store = dist.TCPStore(host, port, world, has_store, timeout, wait_for_workers=False, multi_tenant=has_store)
         except dist.DistNetworkError as error:
-            reason = str(error).partition("\n")[0]
-            raise LauncherError(f"rank {rank} of {world} cannot meet the other ranks at {place}: {reason}") from None
+            cause = first_line(error)
+            raise LauncherError(f"rank {rank} of {world} cannot meet the other ranks at {place}: {cause}") from None
     return store, place
 
 
@@ -65,7 +65,6 @@ def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -
 
     Args:
         store: The store that the ranks share.
-        rank, world: The number of this rank, and the number of ranks.
         place: The address of the store. If given, a rank that waits for more than PATIENCE_S prints which ranks are missing,
             and the gather raises a LauncherError that names them after the store's timeout.
     """

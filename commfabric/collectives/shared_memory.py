@@ -48,7 +48,6 @@ T = TypeVar("T")
 
 @cache
 def kernels() -> Library:
-    """The C library of this package, or the reason why it cannot be used."""
     return Library("commfabric", SIGNATURES)
 
 
@@ -304,7 +303,6 @@ class SumInPlace:
     to `counter`.
 
     Args:
-        memory: The shared memory.
         tensors: Contiguous float32 or bfloat16 tensors, not empty. Each call overwrites them with their sums.
         format: The wire format of the first tensor.
         counter: The counter of the calls, or None.

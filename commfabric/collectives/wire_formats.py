@@ -128,7 +128,6 @@ def _extremes(x: torch.Tensor) -> list[float]:
 
 
 def padded(numel: int, multiple: int) -> int:
-    """`numel` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
 
 

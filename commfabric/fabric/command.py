@@ -28,13 +28,8 @@ IDLE_TIMEOUT = datetime.timedelta(days=1)  # the timeout of ranks that wait whil
 def measure_command(arguments: argparse.Namespace) -> None:
     """`torchrun ... -m sparsefusion measure`: measure the collectives; rank 0 writes the fabric and prints its table.
 
-    Args:
-        arguments: out, sizes, seconds, collectives, ranks, nccl and device, as `sparsefusion.cli` parses them.
-
-    Raises:
-        ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; --nccl
-            is given without CUDA; or rank 0 cannot write the file.
-        Failure: On every rank: writing the file failed.
+    ValueError on every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; --nccl is
+    given without CUDA; or rank 0 cannot write the file. Failure on every rank if writing the file failed.
     """
     world = launched_ranks()
     if world < 2:
@@ -81,7 +76,6 @@ def _join(arguments: argparse.Namespace) -> str:
 
 
 def _initialize(device: str, store: dist.Store, rank: int, world: int) -> None:
-    """Initialize torch.distributed with the backend of the device."""
     if device != "cpu":
         torch.cuda.set_device(device)
     backend = "gloo" if device == "cpu" else "nccl"
@@ -153,7 +147,6 @@ def _measure_in_environment(
 
 
 def print_left_out(name: str, reason: object) -> None:
-    """Print to stderr on rank 0 that a measurement was left out, with the first line of the reason."""
     if this_rank() == 0:
         print(f"sparsefusion measure: left out {name}: {str(reason).strip().partition(chr(10))[0]}", file=sys.stderr)
 
@@ -167,7 +160,6 @@ def print_limits(fabric: Fabric, sizes: Sequence[int]) -> None:
 
 
 def _description(device: str) -> dict[str, str]:
-    """The description of a fabric measured here."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return {
         "source": "measured",

@@ -10,6 +10,8 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from commfabric.foundation.json_files import read_json
+
 from .curve import Curve, wire
 from .fitting import Segment
 
@@ -41,13 +43,13 @@ class Fabric:
     def load(path: str | Path) -> "Fabric":
         """Read a fabric that `save` wrote. ValueError if the file is damaged, is no fabric, or has another version."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = read_json(path)
             if (content["format"], content["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"it has the format {content['format']!r}, version {content['version']!r}")
             description = dict(content["description"])
             float(description.get("link_bytes_per_s", 0))
             return Fabric(tuple(map(_curve_from_json, content["curves"])), description)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path} is no fabric file of version {VERSION}, or is damaged ({reason})") from None
 
@@ -159,7 +161,6 @@ class Fabric:
 
 
 def _check_message(nbytes: float, ranks: int) -> None:
-    """ValueError unless these are a size and a number of ranks."""
     if not 0 <= nbytes < math.inf or ranks < 1:
         raise ValueError(f"nbytes={nbytes}, ranks={ranks}: expected a finite nbytes >= 0 and ranks >= 1")
 
@@ -172,7 +173,6 @@ def check_writable(path: Path) -> None:
 
 
 def _curve_from_json(content: dict) -> Curve:
-    """A curve from the dictionary that `asdict` made of it and that was stored as JSON."""
     lists = {name: tuple(content[name]) for name in ("nbytes", "seconds", "high", "errors")}
     dropped = tuple((nbytes, seconds) for nbytes, seconds in content["dropped"])
     segments = tuple(Segment(**segment) for segment in content["segments"])
@@ -193,7 +193,6 @@ def _growth(curve: Curve, ranks: int) -> tuple[float, float]:
 
 
 def size_name(nbytes: int) -> str:
-    """A size in units of powers of 1024: 1536 -> '1.5 KB'."""
     unit = min(int(math.log2(max(nbytes, 1)) // 10), 3)
     return f"{nbytes / 1024**unit:.4g} {('B', 'KB', 'MB', 'GB')[unit]}"
 

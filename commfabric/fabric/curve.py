@@ -80,8 +80,6 @@ class Curve:
         """Fit a curve to points.
 
         Args:
-            operation: The name of the operation.
-            ranks: The number of ranks.
             points: Points (nbytes, seconds) or (nbytes, seconds, 90th percentile), in any order. The median of several
                 points of one size is used.
             mode: "eager" or "graph".

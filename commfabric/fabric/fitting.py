@@ -157,7 +157,6 @@ def _crossing(before: Segment | None, after: Segment) -> list[float]:
 
 
 def relative_errors(segments: Sequence[Segment], nbytes: ArrayLike, seconds: ArrayLike) -> np.ndarray:
-    """(predicted - measured) / measured of each point."""
     return np.asarray(predict(segments, np.asarray(nbytes, float)) / np.asarray(seconds) - 1)
 
 

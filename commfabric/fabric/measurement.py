@@ -109,7 +109,6 @@ def repetitions(
 
     Args:
         functions: Operations made by `timed`, which take turns.
-        group: The ranks.
         device: The device of the operations.
         count: The number of repetitions, by default as many as BUDGET_S allows.
         warm_up: Precede them by a repetition that is not counted.
@@ -153,7 +152,6 @@ def timed(function: Call, device: torch.device | str = "cpu", mode: str = "eager
 
 
 def _timed_graph(function: Call, device: torch.device | str) -> Stopwatch:
-    """`timed` in mode "graph"."""
     with torch.cuda.device(device):
         function()
         _synchronize(device)
@@ -166,7 +164,6 @@ def _timed_graph(function: Call, device: torch.device | str) -> Stopwatch:
 
 
 def _synchronize(device: torch.device | str) -> None:
-    """Wait until a CUDA device has done its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -31,13 +31,8 @@ END = "# Avg bus bandwidth    : -\n"  # for the reader, where a program that pri
 def measure_with_nccl_tests(arguments: argparse.Namespace) -> None:
     """`python -m sparsefusion measure --nccl-tests`: run the programs, write the fabric, and print its table.
 
-    Args:
-        arguments: out, sizes, seconds, collectives, ranks and nccl, as `sparsefusion.cli` parses them.
-
-    Raises:
-        ValueError: A launcher started several ranks, --ranks is missing, a program is not on the PATH, or the fabric's
-            directory is missing or not writable.
-        Failure: Every program failed, or printed no row in its time.
+    ValueError: a launcher started several ranks, --ranks is missing, a program is not on the PATH, or the fabric's directory
+    is missing or not writable. Failure: every program failed, or printed no row in its time.
     """
     if launched_ranks() > 1:
         raise ValueError("--nccl-tests measures from one process: start it without torchrun")
@@ -70,18 +65,10 @@ def measure_with_nccl_tests(arguments: argparse.Namespace) -> None:
 def run_program(
     operation: str, ranks: int, mode: str, setting: str, sizes: Sequence[int], seconds: float
 ) -> list[Curve]:
-    """Run one program; returns its curve.
+    """Run one program; returns its curve. Failure if it failed, or printed no row.
 
-    Args:
-        operation: The operation.
-        ranks: The number of GPUs.
-        mode: "eager" or "graph".
-        setting: A setting of NCCL, or "".
-        sizes: The first and the last of these are the range, which doubles.
-        seconds: The program is stopped after this time; the sizes that it has printed are kept.
-
-    Raises:
-        Failure: The program failed, or printed no row.
+    mode: "eager" or "graph". sizes: the first and the last of these are the range, which doubles. After `seconds` the
+    program is stopped, and the sizes that it has printed are kept.
     """
     program = PROGRAMS[operation]
     share = ranks if operation == "all_gather" else 1  # nccl-tests counts the whole output

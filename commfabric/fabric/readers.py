@@ -222,7 +222,6 @@ def _runs(lines: Iterable[tuple[int, str]]) -> list[list[tuple[int, str]]]:
 
 
 def has_rows(text: str) -> bool:
-    """Return True if the output of nccl-tests has a row of times."""
     return any(_is_row(line) for line in text.splitlines())
 
 

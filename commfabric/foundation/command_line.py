@@ -98,7 +98,6 @@ class Parser(argparse.ArgumentParser):
         return [parser for a in self._actions if isinstance(a.choices, dict) for parser in a.choices.values()]
 
     def _switches(self) -> set[str]:
-        """The flags of this parser and of its commands that take no value."""
         own = {flag for action in self._actions if action.nargs == 0 for flag in action.option_strings}
         return own.union(*(parser._switches() for parser in self._commands()))
 
@@ -127,8 +126,12 @@ def shortened(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """One line for an error: `strerror` of an OSError, else the first line of its message, else the name of its type."""
+    return getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def print_error(line: str) -> None:
-    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -227,7 +230,7 @@ def run(name: str, command: Callable[[], object], report: Callable[[str], object
             report(f"{name}: rank {this_rank()} cannot write{place}: {error.strerror}")
             return 1
         if is_lack_of_memory(error):
-            first = str(error).strip().split("\n")[0]
+            first = str(error) and first_line(error)
             report(f"{name}: rank {this_rank()} has not enough memory{first and f': {first}'}")
             return 1
         report(f"{name}: rank {this_rank()} failed\n{traceback.format_exc().rstrip()}")

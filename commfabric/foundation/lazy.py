@@ -21,11 +21,8 @@ def lazy_exports(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """(__all__, __getattr__, __dir__) for the `__init__.py` of `package`, which thereby has a `__version__`, too.
 
-    Args:
-        package: The name of the package.
-        modules: {exported name: the module that defines it, or that is exported itself}; a leading dot stands for
-            the package.
-        own: Exported names that `__init__.py` itself defines.
+    modules: {exported name: the module that defines it, or that is exported itself}; a leading dot stands for the package.
+    own: exported names that `__init__.py` itself defines.
     """
     names = sorted([*own, *modules])
 

@@ -19,7 +19,6 @@ SIZE, POINTER, INT, FLOAT = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int, cty
 
 
 def skipped() -> bool:
-    """Return True if MEGATRON_SSM_SKIP_NATIVE turns the C kernels off."""
     return os.environ.get("MEGATRON_SSM_SKIP_NATIVE", "") not in ("", "0")
 
 
@@ -45,7 +44,6 @@ class Library:
     """The C library of a package. It is truthy if it can be used.
 
     Args:
-        package: The name of the package.
         signatures: {function name: its argument types}. All functions return an int.
         path: The library file, by default the package's own.
 

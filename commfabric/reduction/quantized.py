@@ -274,7 +274,6 @@ def _native(
 def _one_shot(
     x: torch.Tensor, exact: torch.Tensor, form: WireFormat, group: dist.ProcessGroup, counter: Counter | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send all elements to every rank."""
     ranks = group.size()
     message = _pack(exact[None], form.encode(rows_of(x, 1, form.block), ranks))[0]
     received = collectives.all_gather(message, group, counter)

@@ -25,9 +25,8 @@ from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.reader import QUANTIZATION, FieldReader
 from megatron_ssm.spec.stack import Stack
 
-from .deepspeed_files import is_deepspeed
-from .deepspeed_models import hugging_face_tensors
-from .failures import os_errors_as
+from .deepspeed_files import hugging_face_tensors, is_deepspeed
+from .disk import os_errors_as
 from .hf import load, save
 from .hf_directory import (
     BIN,
@@ -74,12 +73,8 @@ _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32
 
 @dataclass(frozen=True)
 class Row:
-    """A converted tensor.
-
-    Attributes:
-        source, target: Its names before and after. A name is "" if its format does not store the copy of a tied tensor.
-        shape: Its shape.
-        dtype: The name of its dtype.
+    """A converted tensor, with its names before and after. A name is "" if its format does not store the copy of a tied
+    tensor.
     """
 
     source: str
@@ -132,7 +127,6 @@ def convert(
 
 
 def _check_target(target: Path) -> None:
-    """ValueError for a target that is a file or already holds a model."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a directory")
     held = [name for name in ("config.json", WEIGHTS, INDEX, BIN, BIN_INDEX) if (target / name).exists()]
@@ -229,7 +223,6 @@ def _check_fields(values: dict[str, Any], supported: dict[str, Any], known: Iter
 
 
 def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | None, file_bytes: int) -> list[Row]:
-    """`convert` from state-spaces' files, whose config.json is `raw`."""
     config_json = hugging_face_config(raw)
     config = families.from_dict(config_json)
     with ExitStack() as stack:
@@ -284,7 +277,6 @@ def _to_merged(source: Path, target: str | Path | None, lora: str | Path, file_b
 
 
 def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:
-    """`convert` from a Hugging Face directory to state-spaces' files."""
     config_json = state_spaces_config(config)
     with ExitStack() as stack:
         slices = open_tensors(source, stack)

@@ -24,10 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from .failures import first_line
+from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import first_line
+from megatron_ssm.model.model import Model
+from megatron_ssm.spec.fields import Field, field_of, hf_shapes
+from megatron_ssm.spec.stack import Stack
+
+from .disk import in_one_line
 from .shards import enum_member
-from .training import MOMENTS
+from .training import MOMENTS, GatheredState, load_training, state_to_fill
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -40,23 +48,18 @@ class Placeholder:
     """Replaces an object of one of DeepSpeed's classes."""
 
     def __new__(cls, *_: object) -> "Placeholder":
-        """Accept any arguments."""
         return super().__new__(cls)
 
 
 def _enum_member(owner: object, name: str) -> object:
-    """`enum_member`, also of a class that Placeholder replaces."""
     return Placeholder() if owner is Placeholder else enum_member(owner, name)
 
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint that was read.
+    """A checkpoint that was read, with the steps of the engine, and those of the optimizer (0: not read).
 
-    Attributes:
-        step: The number of steps that the engine has done.
-        optimizer_steps: The number that the optimizer has done (0: not read).
-        parts: For each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no moments.
+    parts: for each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no moments.
     """
 
     step: int
@@ -158,7 +161,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_complete(folder: Path, states: dict[str, Any], ranks: int, partitions: list[dict[str, Any]]) -> None:
-    """ValueError if files of a rank are missing."""
     replicas: Any = len(partitions)
     if states["optimizer"] is None:
         replicas = partitions[0]["partition_count"] if partitions else "all"
@@ -174,13 +176,7 @@ def _check_complete(folder: Path, states: dict[str, Any], ranks: int, partitions
 
 
 def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_moments: bool) -> tuple[Part, int]:
-    """(parameters of one model-parallel rank, number of steps of the optimizer).
-
-    Args:
-        states: The contents of the model states of its replicas.
-        partitions: The contents of their optimizer states.
-        with_moments: False to read the parameters only.
-    """
+    """(parameters of one model-parallel rank, number of steps of the optimizer), from the states of its replicas."""
     kinds = ("model", *MOMENTS) if with_moments else ("model",)
     if not partitions:
         named = _named(states[0])
@@ -207,12 +203,10 @@ def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_m
 
 
 def _steps(state: dict[int, dict[str, Any]]) -> int:
-    """The number of steps that an optimizer has done."""
     return int(state[0]["step"])
 
 
 def _named(states: dict[str, Any]) -> Part:
-    """The parameters in the model states, where they have names."""
     return {name: {"model": t} for name, t in states["module"].items() if name not in states["buffer_names"]}
 
 
@@ -263,3 +257,97 @@ def _frozen(states: list[dict[str, Any]]) -> Part:
         pieces = [replica["frozen_param_fragments"][name].flatten() for replica in states]
         part[name] = {"model": torch.cat(pieces)[: shape.numel()].view(shape)}
     return part
+
+
+# Into a model in training
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState
+) -> None:
+    """`load_training`, or the same from a checkpoint of DeepSpeed's, of any number of model-parallel ranks and replicas.
+
+    Its module is our model, or holds it: names end in those of our parameters. It has no random state. Every rank reads all
+    of its files on the CPU; ValueError on every rank if one of them cannot, if the parameters are not those of the model, or
+    if the ranks find different files. Gathers the ranks' errors and checksums over the default group, as pickles.
+    """
+    if not is_deepspeed(path):
+        return load_training(path, step, model, optimizer)
+    fields = {field_of(parameter).name: field_of(parameter) for parameter in model.parameters()}
+    frozen = {field_of(parameter).name for parameter in model.parameters() if not parameter.requires_grad}
+
+    @in_one_line(f"cannot resume from {path}", ValueError)
+    def read() -> DeepSpeedCheckpoint:
+        saved = read_deepspeed(path)
+        parts = [_under_our_names(part, rank, len(saved.parts), fields) for rank, part in enumerate(saved.parts)]
+        for name, tensors in parts[0].items():
+            if name not in frozen and not tensors.keys() >= {*MOMENTS}:
+                raise ValueError(f"{name} has no moments")
+        return DeepSpeedCheckpoint(saved.step, saved.optimizer_steps, parts)
+
+    def described(_: DeepSpeedCheckpoint) -> str:
+        return f"{path} with files of CRC-32 {checksum_of_deepspeed(path):08x}"
+
+    saved = together(read, [dist.group.WORLD], described)
+    for entry, target in state_to_fill(model, optimizer, saved.optimizer_steps).items():
+        kind, _, name = entry.partition(".")
+        if name in fields:
+            whole = _whole(fields[name], [part[name][kind] for part in saved.parts])
+            local = target.to_local() if isinstance(target, DTensor) else target
+            local.copy_(whole[fields[name].piece(*model.place.part)])
+    return None
+
+
+def _under_our_names(part: Part, rank: int, ranks: int, fields: dict[str, Field]) -> Part:
+    """The parameters of model-parallel rank `rank`, without the prefix of our names. ValueError unless they are `fields`."""
+    first = next(iter(fields))
+    prefix = next((name.removesuffix(first) for name in part if name.endswith(first)), "")
+    ours = {name.removeprefix(prefix): tensors for name, tensors in part.items()}
+    if missing := sorted(fields.keys() - ours.keys()):
+        raise ValueError(f"it has no {missing[0]}; a model of transformers is converted first: megatron-ssm convert")
+    _check_shapes(ours, {name: field.local_shape(rank, ranks) for name, field in fields.items()}, rank, ranks)
+    return ours
+
+
+def _check_shapes(part: Part, expected: dict[str, tuple[int, ...]], rank: int = 0, ranks: int = 1) -> None:
+    """ValueError if model-parallel rank `rank` has another parameter than `expected`, {name: shape}, or another shape."""
+    for name, tensors in sorted(part.items()):
+        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+        if name not in expected or shapes != {expected[name]}:
+            known = f"this model has {expected[name]}" if name in expected else "this model does not have it"
+            raise ValueError(f"{name} is {', '.join(map(str, shapes))} on rank {rank} of {ranks}; {known}")
+
+
+def _whole(field: Field, pieces: list[torch.Tensor]) -> torch.Tensor:
+    if field.split is None or len(pieces) == 1:
+        return pieces[0]
+    whole = torch.empty(field.shape, dtype=pieces[0].dtype)
+    for rank, piece in enumerate(pieces):
+        whole[field.piece(rank, len(pieces))] = piece
+    return whole
+
+
+# Into Hugging Face's tensors
+
+
+def hugging_face_tensors(path: str | Path, config: Stack) -> dict[str, tuple[str, torch.Tensor]]:
+    """{Hugging Face's name: (names in the checkpoint, tensor)} of a checkpoint of our model, or of transformers'.
+
+    ValueError if the checkpoint is not of such a model.
+    """
+    parts, fields = read_deepspeed(path, with_moments=False).parts, list(config.fields())
+    shapes = hf_shapes(fields)
+    named = {hf: next((name for name in config.names_in_files(hf) if name in parts[0]), None) for hf in shapes}
+    if len(parts) == 1 and all(named.values()):
+        _check_shapes(parts[0], {name: shape for hf, shape in shapes.items() for name in config.names_in_files(hf)})
+        return {hf: (name, parts[0][name]["model"]) for hf, name in named.items() if name is not None}
+    by_name = {field.name: field for field in fields}
+    ours = [_under_our_names(part, rank, len(parts), by_name) for rank, part in enumerate(parts)]
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    for field in fields:
+        whole = _whole(field, [part[field.name]["model"] for part in ours])
+        names, tensor = found.get(field.hf, ("", torch.empty(shapes[field.hf], dtype=whole.dtype)))
+        field.write(tensor, whole, 0, 1)
+        found[field.hf] = (f"{names} {field.name}".lstrip(), tensor)
+    return found

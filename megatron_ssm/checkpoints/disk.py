@@ -1,4 +1,4 @@
-"""Access to the disk of checkpoints: locks, hidden folders, synchronization, and reads with retries."""
+"""Access to the disk of checkpoints: locks, hidden folders, synchronization, reads with retries, and one-line errors."""
 
 import contextlib
 import errno
@@ -7,15 +7,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
 
-from commfabric.foundation.command_line import Failure, is_lack_of_memory
-
-from .failures import first_line
+from commfabric.foundation.command_line import INPUT_ERRORS, Failure, first_line, is_lack_of_memory
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again
@@ -67,8 +66,7 @@ def is_machine_error(error: BaseException) -> bool:
 class DirectoryLock:
     """A lock on a directory until `release` or the end of this process. OSError if another process holds it.
 
-    Attributes:
-        is_held: False if this file system has no locks, like some network file systems.
+    is_held: False if this file system has no locks, like some network file systems.
     """
 
     def __init__(self, directory: Path):
@@ -97,7 +95,11 @@ class HiddenFolder:
         self._made = None if directory.exists() else directory
         directory.mkdir(parents=True, exist_ok=True)
         for other in directory.glob(".saving-*"):
-            _remove_if_left(other)
+            with contextlib.suppress(OSError):  # its writer holds the lock, or has just removed it
+                lock = DirectoryLock(other)
+                if lock.is_held:
+                    shutil.rmtree(other, ignore_errors=True)
+                lock.release()
         try:
             new = Path(tempfile.mkdtemp(prefix=".new.saving-", dir=directory))  # which other writers do not look for
         except OSError:
@@ -119,10 +121,28 @@ class HiddenFolder:
                 self._made.rmdir()
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove a hidden folder unless its writer is still running, or that cannot be known."""
-    with contextlib.suppress(OSError):  # its writer holds the lock, or has just removed it
-        lock = DirectoryLock(folder)
-        if lock.is_held:
-            shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+@contextlib.contextmanager
+def in_one_line(operation: str, error_type: type[Exception] = Failure) -> Iterator[None]:
+    """Context or decorator: replace an OSError, or an `error_type`, by an `error_type` with the text "operation: cause".
+
+    operation: The text that names the failed operation. A Failure passes through, because its message is already complete.
+    """
+    replaced = (OSError,) if error_type is Failure else (OSError, error_type)
+    try:
+        yield
+    except replaced as error:
+        raise error_type(f"{operation}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def os_errors_as(operation: str, error_type: type[Exception]) -> Iterator[None]:
+    """Context: replace an error of the disk or of safetensors by an `error_type` with the text "operation: cause".
+
+    INPUT_ERRORS, such as FileNotFoundError, pass through.
+    """
+    try:
+        yield
+    except INPUT_ERRORS:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise error_type(f"{operation}: {first_line(error)}") from None

@@ -13,17 +13,13 @@ import torch.distributed as dist
 
 from commfabric.collectives.agreement import on_first
 from commfabric.foundation.command_line import Failure
+from commfabric.foundation.json_files import read_json
 
-from .disk import Result, read_with_retries
-from .failures import in_one_line
+from .disk import Result, in_one_line, read_with_retries
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be read. An earlier one of the same run may be intact.
-
-    Attributes:
-        path: The folder of the checkpoint; None if it is not known.
-    """
+    """A checkpoint cannot be read; an earlier one of the same run may be intact. path: its folder, or None if unknown."""
 
     def __init__(self, message: str, path: Path | None = None):
         super().__init__(message)
@@ -41,7 +37,8 @@ def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Res
     except Failure:
         raise
     except Exception as error:
-        raise DamagedCheckpoint(prefix + (str(error).partition("\n")[0] or type(error).__name__), path) from error
+        reason = str(error).partition("\n")[0] or type(error).__name__  # with the name of a file that is missing
+        raise DamagedCheckpoint(prefix + reason, path) from error
 
 
 def find_checkpoints(directory: str | Path, is_complete: bool = True) -> list[Path]:
@@ -68,7 +65,6 @@ OLD_NAME, OPTIONAL = "conv_kernel", ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
     return int(path.name[5:])
 
 
@@ -135,7 +131,6 @@ def description_text(entries: dict[str, Any]) -> str:
 
 
 def _checksum(entries: dict[str, Any]) -> int:
-    """The CRC-32 of JSON values, which does not depend on how the file is laid out."""
     return zlib.crc32(json.dumps(entries).encode())
 
 
@@ -148,7 +143,7 @@ def read_training(path: Path, step: int | None = None) -> Description:
     file = path / "training.json"
 
     def read() -> Description:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = read_json(file)
         expected, checksum = saved.pop("crc32", None), _checksum(saved)
         if expected not in (None, checksum):
             raise ValueError(f"its entries have the CRC-32 {checksum:08x}, not {expected:08x}")
@@ -176,7 +171,6 @@ def rename_to_old(directory: str | Path) -> None:
 
 
 def name_of_old(directory: Path) -> Path:
-    """The name that `rename_to_old` gives to a directory."""
     return directory.with_name(f"{directory.name}.old")
 
 

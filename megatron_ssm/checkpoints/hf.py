@@ -1,7 +1,6 @@
 """Models from Hugging Face directories and back: each rank reads only its own slices; saving gathers tensor by tensor."""
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from attention2d import Attention2D
 from commfabric import FORMATS
 from commfabric.collectives.agreement import together
 from commfabric.collectives.counted import Counter
+from commfabric.foundation.json_files import read_json
 from commfabric.reduction.quantized import format_choice
 from megatron_ssm.kernels.huge_pages import HugePages, trim_heap
 from megatron_ssm.kernels.products import BLOCK
@@ -33,7 +33,7 @@ from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.spec.fields import Field, field_of, hf_shapes
 from megatron_ssm.spec.stack import Stack
 
-from .failures import os_errors_as
+from .disk import os_errors_as
 from .hf_directory import (
     FILE_BYTES,
     FLOATS,
@@ -129,7 +129,10 @@ def load(
     part = f"part {0 if group is None else group.rank()} of the model"
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
-        _check_arguments(reduce, weights)
+        if not callable(reduce) and reduce not in FORMATS:
+            raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
+        if weights not in (None, *QUANTIZED_FORMATS):
+            raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
         asked = dtype_of(dtype)
         families.check_directory(directory)
         with os_errors_as(f"cannot read {directory}", ValueError):
@@ -137,7 +140,11 @@ def load(
         _check_quantized(config, directory, weights, sequence_parallel, device)
         if weights or format_of(config.raw):
             config = config.in_granules(BLOCK, _size(group))
-        return config, tensors, _stored_dtype(config, tensors) if asked == "auto" else asked
+        if asked == "auto":
+            asked = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
+        if asked == "auto":
+            asked = FLOATS[next(iter(tensors.values())).get_dtype()]  # that of the embeddings
+        return config, tensors, asked
 
     def same(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> dict[str, object]:
         config, _, found = opened
@@ -181,20 +188,6 @@ def dtype_of(dtype: object) -> Any:
     return found
 
 
-def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
-    """The dtype that config.json names, else that of the first tensor, the embeddings."""
-    named = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
-    return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
-
-
-def _check_arguments(reduce: object, weights: str | None) -> None:
-    """ValueError for arguments of `load` that are not supported."""
-    if not callable(reduce) and reduce not in FORMATS:
-        raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
-    if weights not in (None, *QUANTIZED_FORMATS):
-        raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
-
-
 def _check_quantized(
     config: Stack, directory: str | Path, weights: str | None, sequence_parallel: bool, device: torch.device | str
 ) -> None:
@@ -218,11 +211,7 @@ def _open(
 ) -> tuple[Stack, dict[str, Any]]:
     """The configuration, and {Hugging Face tensor: slice object}; ValueError if the ranks cannot split the model.
 
-    Args:
-        directory, exchange_channels, draft_head: See `load`.
-        groups: The tensor-parallel, data-parallel, context and expert-parallel groups.
-        context: The schedule of the context ranks.
-        files: The open files; the tensors can be read until it is closed.
+    The tensors can be read until `files` is closed.
     """
     config = families.read(directory)
     config = config.with_draft_head() if draft_head else config
@@ -303,7 +292,6 @@ def _fill(
     `memory` as well (small matrices of operators as bfloat16), except packed fields, which are views of one storage.
 
     Args:
-        module: The module to fill.
         tensors: {Hugging Face tensor: slice object}.
         weights: "int8", "int4", or None to quantize nothing.
         memory: The memory for the quantized matrices.
@@ -455,7 +443,7 @@ def _source(model: Model, files: ExitStack) -> Source:
     for field in config.fields():
         spelling = list(config.names_in_files(field.hf)).index(names[field.hf])
         names |= {each: list(config.names_in_files(each))[spelling] for each in field.apart}
-    raw = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(model.directory / "config.json")
     return Source(raw, names, {name: t for name, t in tensors.items() if name not in used}, PROCESSOR_FILES)
 
 

@@ -17,12 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from commfabric.foundation.command_line import first_line
+from commfabric.foundation.json_files import read_json
 from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.reader import QUANTIZATION
 from megatron_ssm.spec.stack import Stack
 
-from .disk import HiddenFolder
-from .failures import first_line, os_errors_as
+from .disk import HiddenFolder, os_errors_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
@@ -90,7 +91,6 @@ class StoredTensor:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        """Its dtype, as safetensors names it."""
         return next(name for name, dtype in FLOATS.items() if dtype is self._tensor.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -98,7 +98,6 @@ class StoredTensor:
 
 
 def stored_bytes(tensor: Any) -> int:
-    """The bytes of a slice object's whole tensor."""
     return math.prod(tensor.get_shape()) * FLOATS[tensor.get_dtype()].itemsize
 
 
@@ -112,23 +111,19 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
     for name, tensor in tensors.items():
-        if not _is_stored(tensor):
+        is_strided = torch.is_tensor(tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        # A file with fewer elements than the tensor has would make a copy that is larger than the file.
+        if not is_strided or tensor.dtype not in FLOATS.values() or tensor.untyped_storage().nbytes() < tensor.nbytes:
             raise ValueError(f"{path}: {name} is not a floating-point tensor that is stored in full")
     return {name: StoredTensor(tensor) for name, tensor in tensors.items()}
-
-
-def _is_stored(tensor: Any) -> bool:
-    """Return True for a floating-point tensor of which a file holds each element, so that a copy is not larger."""
-    is_strided = torch.is_tensor(tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return is_strided and tensor.dtype in FLOATS.values() and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _files_in_index(path: Path, suffix: str) -> list[Path]:
     """The files with this suffix that an index names; ValueError unless they are all in its directory."""
     try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(path)["weight_map"].values()))
         is_valid = all(Path(name).name == name and name.endswith(suffix) for name in names)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         is_valid = False
     if not is_valid:
         raise ValueError(f"{path} is not an index of {suffix} files in its directory")
@@ -139,13 +134,7 @@ def _files_in_index(path: Path, suffix: str) -> list[Path]:
 
 
 class CutElsewhere:
-    """Rows of the concatenation of several stored tensors, with the methods of a safetensors slice.
-
-    Args:
-        parts: The stored tensors.
-        start: The first row.
-        shape: The shape of the rows.
-    """
+    """Rows of the concatenation of several stored tensors, from row `start` on, with the methods of a safetensors slice."""
 
     def __init__(self, parts: list[Any], start: int, shape: tuple[int, ...]):
         self._parts, self._start, self._shape = parts, start, shape
@@ -164,8 +153,7 @@ class CutElsewhere:
 class Merged:
     """Matrices of experts that are stored one by one, as one safetensors slice (experts, rows, columns).
 
-    Attributes:
-        parts: For each expert, the tensors whose rows are concatenated; all have the same shape.
+    parts: for each expert, the tensors whose rows are concatenated; all have the same shape.
     """
 
     def __init__(self, parts: list[list[Any]]):
@@ -239,7 +227,8 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     """
     if config.recut:
         tensors |= _recut(config, tensors)
-    absent = _absent_layers(config, tensors)
+    stored = {int(number[1]) for name in tensors if (number := _LAYER.search(name))}
+    absent = [layer for layer in range(config.num_layers) if layer not in stored]
     if absent:  # no need to list the tensors of as many layers as config.json may say
         config = config.with_layers(range(absent[0] + 1))
     _merge(config, tensors, directory)
@@ -268,7 +257,6 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
 
 
 def has_draft_head(config: Stack, tensors: Iterable[str]) -> bool:
-    """Return True if the files have tensors of the draft head that config.json names."""
     return config.draft_head is not None and any(name.startswith(config.draft_head.hf) for name in tensors)
 
 
@@ -277,11 +265,6 @@ def left_out_note(config: Stack, tensors: Iterable[str]) -> str:
     counts = Counter(what for name in tensors for prefix, what in config.skipped if name.startswith(prefix))
     found = ", ".join(f"{what} ({count} tensors)" for what, count in counts.items())
     return f"left out of the checkpoint: {found}" if found else ""
-
-
-def _absent_layers(config: Stack, tensors: Iterable[str]) -> list[int]:
-    stored = {int(number[1]) for name in tensors if (number := _LAYER.search(name))}
-    return [layer for layer in range(config.num_layers) if layer not in stored]
 
 
 def _check_copies(tensors: dict[str, Any], name: str, copies: set[str], directory: str | Path) -> None:
@@ -344,7 +327,6 @@ class Writer:
             self._hidden = None
 
     def open(self) -> None:
-        """Make the directory, and a hidden folder for this writer in it."""
         self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], copied: dict[str, Any] | None = None) -> None:

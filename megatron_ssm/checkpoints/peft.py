@@ -13,6 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import first_line
+from commfabric.foundation.json_files import read_json
 from megatron_ssm.model.adapters import adapter_parameters, attach_lora, remove_lora, share_parameters
 from megatron_ssm.model.lora import NOT_TRAINED, Lora, lora_fields, lora_targets
 from megatron_ssm.model.model import Model
@@ -20,7 +22,6 @@ from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.stack import Stack
 
 from .disk import HiddenFolder
-from .failures import first_line
 from .hf import broadcast, gather, help_gather
 from .hf_directory import open_safetensors
 from .quantized_files import format_of
@@ -65,7 +66,9 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
         OSError: The files cannot be written; on every rank.
         ValueError: The model has no adapters; on every rank.
     """
-    lora = _adapters_of(model)
+    lora = model.lora
+    if lora is None:
+        raise ValueError("the model has no LoRA adapters: add_lora or load_lora makes them")
     tensors: dict[str, list] = {}
     for field, parameter in adapter_parameters(model):
         tensors.setdefault(field.hf, []).append(parameter)
@@ -82,12 +85,6 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
         error = broadcast(error, group, model.device)
     if error:
         raise OSError(error)
-
-
-def _adapters_of(model: Model) -> Lora:
-    if model.lora is None:
-        raise ValueError("the model has no LoRA adapters: add_lora or load_lora makes them")
-    return model.lora
 
 
 def _configuration(model: Model, lora: Lora, base_model: str | None) -> dict[str, Any]:
@@ -188,7 +185,6 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
 
 @torch.no_grad()
 def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
-    """Copy this rank's parts of the stored tensors into the adapters."""
     for field, parameter in adapter_parameters(model):
         if parameter.numel():
             parameter.copy_(field.read(tensors[field.hf], model.ranks.rank, model.ranks.size))
@@ -197,7 +193,16 @@ def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
 
 def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
     """The adapters that the configuration describes, and {name: slice object} of the tensors, after all checks."""
-    raw = _read_configuration(directory / CONFIG)
+    path = directory / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
+    raw = read_json(path)
+    for name, allowed in _SUPPORTED.items():
+        if name in raw and raw[name] not in allowed:
+            raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
+    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+        if type(raw.get(name)) not in kinds or not 0 < raw[name] < math.inf:
+            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive and finite number")
     tensors = open_safetensors(directory / WEIGHTS, stack)
     lora = Lora(raw["r"], raw["lora_alpha"], _modules(config, directory, list(tensors)), bool(raw.get("use_rslora")))
     expected = hf_shapes(lora_fields(config, lora))
@@ -208,23 +213,6 @@ def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[
                 f"{directory / WEIGHTS}: {name} is {found}, and with r={lora.rank} the model needs {shape}"
             )
     return lora, tensors
-
-
-def _read_configuration(path: Path) -> dict[str, Any]:
-    """adapter_config.json; ValueError for a value that is not implemented."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
-    try:
-        raw = {**json.loads(path.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from None
-    for name, allowed in _SUPPORTED.items():
-        if name in raw and raw[name] not in allowed:
-            raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
-    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
-        if type(raw.get(name)) not in kinds or not 0 < raw[name] < math.inf:
-            raise ValueError(f"{path}: {name}={raw.get(name)!r} must be a positive and finite number")
-    return raw
 
 
 def _modules(config: Stack, directory: Path, names: list[str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weights": "int4", "block_size": 64}}, or "int8".
 The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
 uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a
-row are multiplied (`ops.quantized_matrices` says how). Matrices of experts are stored as the source has them: one by one, or
+row are multiplied (see `quantized_matrices`). Matrices of experts are stored as the source has them: one by one, or
 (experts, out, in) with scales of three dimensions. A draft head (`mtp.*`) is written like the model. Other tensors are as in
 the source, but for Mamba-1's small matrices, which are bfloat16 if they were float32. What a rank quantizes at load, in the
 dtype of the files, has the same bits, so both generate the same tokens. Where ranks have parts of blocks, they keep the
@@ -46,13 +46,9 @@ READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
 
 
 class QuantizedTensor:
-    """A quantized matrix in a file, or the matrices of experts, with the methods of a safetensors slice.
+    """A quantized matrix (out, in) in a file, or the matrices of experts (experts, out, in), as a safetensors slice.
 
-    Args:
-        file: The descriptor of the file.
-        begins: The offsets of the values and of the scales in the file.
-        shape: (out, in) or (experts, out, in).
-        format: "int8" or "int4".
+    file: its descriptor. begins: the offsets of the values and of the scales in the file.
     """
 
     def __init__(self, file: int, begins: tuple[int, int], shape: tuple[int, ...], format: str):
@@ -108,7 +104,6 @@ class QuantizedTensor:
 
 
 def _pread(file: int, target: Tensor, begin: int) -> None:
-    """Fill a contiguous tensor from a file."""
     view = memoryview(target.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]
     while view:
         count = os.preadv(file, [view], begin)
@@ -124,16 +119,9 @@ def format_of(raw: Any) -> str | None:
 
 
 def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: ExitStack) -> dict[str, Any]:
-    """{name: tensor} where quantized matrices are `QuantizedTensor`s.
+    """{name: tensor} where quantized matrices are `QuantizedTensor`s, which can be read until `files` is closed.
 
-    Args:
-        tensors: The stored tensors.
-        paths: Their files.
-        format: The format of the quantized matrices.
-        files: Closes the files.
-
-    Raises:
-        ValueError: The scales of a matrix are missing, or have another shape.
+    ValueError if the scales of a matrix are missing, or have another shape.
     """
     places: dict[str, tuple[int, int]] = {}
     for path in paths:
@@ -162,11 +150,7 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
 def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[int], memory: HugePages) -> bool:
     """Replace a layer's `weight` by this rank's part of stored matrices. Return False, without effect, if it cuts blocks.
 
-    Args:
-        module: The layer.
-        tensors: {Hugging Face tensor: slice object}.
-        part: The arguments of `Field.piece`.
-        memory: The memory for the matrix.
+    tensors: {Hugging Face tensor: slice object}. part: the arguments of `Field.piece`. memory: of the new matrix.
     """
     parameters = _parameters_of(module)
     runs = [run for p in parameters for run in _runs(field_of(p), tensors[field_of(p).hf], part)]
@@ -190,7 +174,6 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[in
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Return True if a tensor in files is stored in 8 or 4 bits."""
     return tensor.get_dtype() in QUANTIZED_FORMATS
 
 
@@ -204,7 +187,6 @@ def _runs(field: Field, tensor: Any, part: Sequence[int]) -> list[tuple[Quantize
 
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that make up a layer's `weight`: one, or those of a `Packed`."""
     weight: Any = module.weight
     return list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
 

@@ -45,11 +45,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class _Files(FileSystem):
-    """The files that DCP writes.
-
-    Attributes:
-        checksums: {file: {offset: CRC-32 of the entry at this offset}}.
-    """
+    """The files that DCP writes, with their checksums: {file: {offset: CRC-32 of the entry at this offset}}."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, dict[int, int]] = {}
@@ -141,11 +137,9 @@ class ShardReader(dcp.FileSystemReader):
                 raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's table of contents."""
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the entries of this rank. Failure if the disk cannot be read."""
         return read_with_retries(lambda: super(ShardReader, self).read_data(plan, planner), self.path)
 
     def _slice_file(self, file: IO[bytes], entry: Any) -> IO[bytes]:
@@ -160,7 +154,6 @@ class ShardReader(dcp.FileSystemReader):
 
 
 def _check(name: str, checksum: int, expected: int | None) -> None:
-    """ValueError unless the checksum is the expected one, if that is known."""
     if expected is not None and checksum != expected:
         raise ValueError(f"{name} has the CRC-32 {checksum:08x}, not {expected:08x}")
 

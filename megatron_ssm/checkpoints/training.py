@@ -27,16 +27,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from commfabric.collectives.agreement import on_first, together
 from commfabric.collectives.wire_formats import at_least_fp32
-from commfabric.foundation.command_line import Failure
+from commfabric.foundation.command_line import Failure, first_line
 from megatron_ssm.kernels.fused_adam import counts_by_group
 from megatron_ssm.layers.operator import Place
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.fields import Field, field_of
 
-from .disk import DirectoryLock, is_machine_error, read_with_retries, sync_directory
-from .failures import first_line, in_one_line
+from .disk import DirectoryLock, in_one_line, is_machine_error, read_with_retries, sync_directory
 from .folders import DamagedCheckpoint, description_text, find_checkpoints, half_written, read_training, remove
-from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 
 log = logging.getLogger("megatron_ssm")
@@ -68,7 +66,7 @@ class Snapshot:
         step: The number of steps done.
         state: This rank's part of the entries.
         training: The entries of `training.json`.
-        pending: This rank's file of gradients that are not sent yet.
+        write_pending: Writes this rank's file of gradients that are not sent yet into a folder; None if there are none.
         keep: The number of checkpoints that remain, the newest.
     """
 
@@ -76,7 +74,7 @@ class Snapshot:
     step: int
     state: dict[str, torch.Tensor]
     training: dict[str, Any]
-    pending: PendingFile | None = None
+    write_pending: Callable[[Path], object] | None = None
     keep: int = 2
 
     @classmethod
@@ -88,7 +86,7 @@ class Snapshot:
         optimizer: torch.optim.Optimizer | GatheredState,
         requirements: dict[str, Any],
         decay_steps: int = 0,
-        pending: PendingFile | None = None,
+        write_pending: Callable[[Path], object] | None = None,
         keep: int = 2,
         stage: Stage | None = None,
         samples: int | None = None,
@@ -102,7 +100,7 @@ class Snapshot:
             optimizer: Its optimizer, or the state of one that is divided over replicas.
             requirements: JSON values that a run which resumes from here must have in common with this one.
             decay_steps: See `Options.decay_steps`.
-            pending: This rank's file of gradients that are not sent yet.
+            write_pending: See `Snapshot`.
             keep: The number of checkpoints that remain, the newest.
             stage: Makes each entry of a copy in this host's memory; None: the tensors are unchanged until `write`.
             samples: The number of samples that the run has read; None: it is not recorded.
@@ -113,7 +111,7 @@ class Snapshot:
         training = {"step": step, "decay_steps": decay_steps, "optimizer_steps": _steps_of(optimizer), **requirements}
         if samples is not None:
             training["samples"] = samples
-        return cls(Path(directory), step, _state(model, optimizer, stage or _as_it_is), training, pending, keep)
+        return cls(Path(directory), step, _state(model, optimizer, stage or _as_it_is), training, write_pending, keep)
 
     def write(self, group: ProcessGroup | None = None) -> None:
         """Write it, on all ranks together. Failure on every rank if one of them cannot write; nothing of it then remains.
@@ -153,13 +151,11 @@ class Snapshot:
                 lock.release()
 
     def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> None:
-        """Write the files of all ranks into the folder."""
-
         @in_one_line(failure)
         def write_pending() -> None:
             folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
-            if self.pending:
-                self.pending.write(folder)
+            if self.write_pending:
+                self.write_pending(folder)
 
         together(write_pending, [group])
         writer, alone = ShardWriter(folder), not dist.is_initialized()
@@ -322,13 +318,8 @@ def _state(
 def _mesh(place: Place, device_type: str, copies: int, by_expert: bool) -> DeviceMesh | None:
     """The ranks that divide a field as a mesh (experts, parts, copies); None if one rank holds the whole field.
 
-    The mesh only describes the layout; there is no communication over it.
-
-    Args:
-        place: The ranks of the model.
-        device_type: The device of the tensors.
-        copies: The number of consecutive tensor-parallel ranks that hold the same part.
-        by_expert: True if ranks also divide the experts of the field.
+    The mesh only describes the layout; there is no communication over it. `copies` consecutive tensor-parallel ranks hold
+    the same part; with `by_expert`, ranks also divide the experts of the field.
     """
     tensor, expert = place.ranks.group, place.experts.group if by_expert else None
     if tensor is None and expert is None:

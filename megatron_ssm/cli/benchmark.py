@@ -26,7 +26,7 @@ from megatron_ssm.checkpoints.quantized_files import format_of
 from megatron_ssm.kernels.report import kernels_line
 from megatron_ssm.layers.families import read_for_ranks
 from megatron_ssm.model.memory import Memory
-from megatron_ssm.plan.host_memory import own_memory
+from megatron_ssm.plan.devices import own_memory
 
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -100,7 +100,6 @@ class Chat:
         self.reset(arguments.system)
 
     def reset(self, system: str | None) -> None:
-        """Begin a new conversation. system: its system message, or None."""
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def run(self) -> None:
@@ -200,7 +199,6 @@ class Chat:
 
 @contextmanager
 def _handler(number: signal.Signals, handler: Any) -> Iterator[None]:
-    """Use another handler of a signal in this block."""
     before = signal.signal(number, handler)
     try:
         yield
@@ -231,6 +229,5 @@ def _lines() -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a line about the conversation to stderr."""
     is_terminal = sys.stderr.isatty()
     print(f"{DIM}{text}{NORMAL}" if is_terminal else text, file=sys.stderr, flush=True)

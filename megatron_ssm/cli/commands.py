@@ -109,7 +109,6 @@ class _Inputs:
 
 
 def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> list[int]:
-    """The ids of the prompt."""
     if arguments.prompt_file is not None:
         name, data = arguments.prompt_file, Path(arguments.prompt_file).read_bytes()
     else:
@@ -160,13 +159,7 @@ def _hints(arguments: Namespace) -> list[str]:
 
 @dataclass
 class _Progress:
-    """The tokens generated so far.
-
-    Attributes:
-        tokens, pieces: The ids, and the pieces of the text.
-        times: The time of each token in seconds.
-        sent: The bytes that this rank had sent at each token.
-    """
+    """The tokens generated so far, with their pieces of the text, times in seconds, and the bytes sent until then."""
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -270,7 +263,6 @@ def convert_checkpoint(arguments: Namespace) -> None:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as lines, with columns two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "".join(line.rstrip() + "\n" for line in lines)

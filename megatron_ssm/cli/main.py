@@ -125,7 +125,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
-    """The directory of the model, as DIR or as --model DIR."""
     parser.add_argument("directory", nargs="?", metavar="DIR", help=text)
     parser.add_argument("--model", metavar="DIR", help="another way to give DIR")
 
@@ -454,7 +453,6 @@ def _check_models(program: str, directories: Sequence[str], ranks: int, experts:
 
 
 def _check(arguments: argparse.Namespace, name: str, minimum: float, limit: float = LIMIT) -> None:
-    """Exit with an error if this argument is set and out of range."""
     try:
         if (value := getattr(arguments, name)) is not None:
             check_number(f"--{name.replace('_', '-')}", value, minimum, limit)

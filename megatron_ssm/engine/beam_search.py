@@ -19,9 +19,7 @@ WORST_SCORE = -1e9  # the score of continuations that must not be chosen
 class BeamSettings:
     """transformers' arguments of beam search; early_stopping is True, False or "never".
 
-    Attributes:
-        end_tokens: The ids that end a sequence.
-        fill: The padding id after the end of a shorter sequence.
+    end_tokens: The ids that end a sequence. fill: the padding id after the end of a shorter sequence.
     """
 
     num_beams: int
@@ -84,12 +82,15 @@ class BeamSearch:
             is_last = step == settings.max_new_tokens
             ended = torch.isin(tokens, torch.tensor(settings.end_tokens, dtype=torch.int64)) | is_last
             sequences = torch.cat([_rows(self.sequences, parents), tokens.unsqueeze(-1)], dim=-1)
-            parents = self._keep_running(scores, sequences, parents, ended)
+            running_scores = scores + ended * WORST_SCORE  # of the best continuations, those that have not ended go on
+            best = running_scores.topk(settings.num_beams, dim=-1).indices
+            self.sequences, self.scores = _rows(sequences, best), running_scores.gather(1, best)
             self._keep_finished(scores, sequences, ended)
             if not self._can_improve(step) or ended.all():
                 break
-            local = self._advance(parents)
-        return self._best_sequences()
+            local = self._advance(parents.gather(1, best))
+        finished, lengths = (t[:, : settings.num_return_sequences] for t in (self.finished, self.finished_lengths))
+        return finished[..., : int(lengths.max())].flatten(0, 1)
 
     def _ids_in_prompts(self) -> torch.Tensor:
         """(batch * num_beams, vocab) bool: the ids that the prompt of each beam contains, without padding."""
@@ -143,13 +144,6 @@ class BeamSearch:
             scores[:, [i - first for i in settings.end_tokens if first <= i < stop]] = float("-inf")
         return scores
 
-    def _keep_running(self, scores, sequences, parents: torch.Tensor, ended) -> torch.Tensor:
-        """Make the best continuations that have not ended the running beams; returns their parents."""
-        scores = scores + ended * WORST_SCORE
-        best = scores.topk(self.settings.num_beams, dim=-1).indices
-        self.sequences, self.scores = _rows(sequences, best), scores.gather(1, best)
-        return parents.gather(1, best)
-
     def _keep_finished(self, scores, sequences, ended) -> None:
         """Merge the ended continuations among the best num_beams into the finished sequences, by score per length."""
         settings, length = self.settings, sequences.shape[-1]
@@ -176,11 +170,6 @@ class BeamSearch:
         self.improvable &= (reachable > worst).any(-1, keepdim=True)
         is_full = settings.early_stopping is True and bool(is_finished.all())
         return bool(self.improvable.any()) and not is_full
-
-    def _best_sequences(self) -> torch.Tensor:
-        """The num_return_sequences best finished sequences of each row, cut to the longest of them."""
-        count = self.settings.num_return_sequences
-        return self.finished[:, :count, : int(self.finished_lengths[:, :count].max())].flatten(0, 1)
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,9 @@ AT_ONCE = 16  # `propose` reads up to this many unread tokens of a request; furt
 class DraftByHead:
     """Proposes tokens by greedy search with the draft head of `model`; it has the methods of `speculation.Draft`.
 
-    Keys and values of proposed tokens follow those of the request's own tokens in the cache, and are overwritten later.
-
-    Args:
-        model: The model.
-        cache: The cache of the engine, with the model's hidden states and the head's keys and values.
-        chunk: The most tokens of a request that it reads in one call (None: any number).
+    Keys and values of proposed tokens follow those of the request's own tokens in the cache, which also has the model's
+    hidden states, and are overwritten later. chunk: the most tokens of a request that it reads in one call (None: any
+    number).
     """
 
     def __init__(self, model: Model, cache: Cache, chunk: int | None):

@@ -236,11 +236,9 @@ class Engine:
             self.step()
 
     def _unfinished(self) -> list[Request]:
-        """The requests that are waiting or running."""
         return [*self._waiting, *(slot.request for slot in self._slots.values())]
 
     def _check_own(self, request: Request) -> None:
-        """ValueError if the request belongs to another engine and is not finished."""
         if request.finished is None and request not in self._unfinished():
             raise ValueError("the request belongs to another engine")
 
@@ -295,7 +293,6 @@ class Engine:
         return [slot.request for slot in slots]
 
     def _admit(self) -> None:
-        """Put waiting requests into free slots, in their order."""
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
             request = self._waiting.popleft()
@@ -336,7 +333,6 @@ class Engine:
 
 
 def _check_options(options: dict) -> None:
-    """ValueError for an option of an engine that is out of range or of a wrong type."""
     for name, value in options.items():
         may_be_none = name in ("max_length", "chunk", "token_budget", "block")
         least = int(name not in ("prefix_bytes", "speculate"))

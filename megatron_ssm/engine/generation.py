@@ -108,7 +108,6 @@ class _Text:
         self._stream = TextStream(tokenizer, stop_strings, self.stop_tokens, self.ids)
 
     def of(self, tokens: list[int]) -> str:
-        """The text of new tokens, up to a stop string."""
         return "".join(map(self._stream.push, tokens)) + self._stream.finish()
 
 
@@ -135,8 +134,6 @@ def stream(
         if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
             raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
         fill = operator.index(pad_token_id)
-        if not -(2**63) <= fill < 2**63:
-            raise ValueError(f"pad_token_id={fill} must fit in 64 bits")
         engine = Engine(model, slots=max(1, batch))  # it allocates its cache, which may fail on one rank alone
         given = GenerationOptions.of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         seeds = [None if seed is None else seed + row for row in range(batch)]

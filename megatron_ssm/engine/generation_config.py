@@ -1,8 +1,9 @@
 """generation_config.json: the tokens that end a text, and how the model's authors sample from it. Does not import torch."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from commfabric.foundation.json_files import read_json
 
 # Fields that are defaults of `serve` and `chat`.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -11,11 +12,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def read_generation_config(directory: str | Path) -> dict[str, Any]:
     """The fields of directory/generation_config.json that are not null; {} without the file. ValueError names a bad file."""
     path = Path(directory) / "generation_config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return {name: value for name, value in values.items() if value is not None}
-    except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is not a generation configuration") from None
+    values = read_json(path) if path.is_file() else {}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def sampling_defaults(directory: str | Path) -> dict[str, Any]:
@@ -33,6 +31,6 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
         del found["top_k"]
     try:
         GenerationOptions(**found)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(directory) / 'generation_config.json'}: {error}") from None
     return found

@@ -41,7 +41,6 @@ def problem(grammar: str) -> str:
 
 
 def one_line(error: str) -> str:
-    """The beginning of an error of llguidance, which may repeat the grammar, as one line."""
     return " ".join(error[:LONGEST_ERROR].replace("<non-verbose/>", "").split())
 
 

@@ -80,7 +80,6 @@ class PrefixCache:
 
 
 def _state(key: str) -> Any:
-    """The state of the hash before the first token."""
     text = key.encode()
     return hashlib.sha256(len(text).to_bytes(8, "little") + text)
 

@@ -60,13 +60,11 @@ class PromptReader:
         while budgets:
             groups: dict[tuple[int, bool, bool, str], list[Slot]] = {}
             for slot, left in budgets.items():
-                request, length = slot.request, self._chunk_length(slot, left)
-                kind = (
-                    length,
-                    request.options.prompt_logprobs,
-                    request.options.pooling is not None,
-                    request.options.adapter,
-                )
+                options = slot.request.options
+                length = min(left, SCORED) if options.prompt_logprobs else left
+                if self.prefix_cache.max_bytes:  # a chunk ends where a snapshot is taken
+                    length = min(length, self.block - slot.tokens_read % self.block)
+                kind = length, options.prompt_logprobs, options.pooling is not None, options.adapter
                 groups.setdefault(kind, []).append(slot)
             for (length, with_logprobs, is_pooled, _), group in groups.items():
                 read = self._read_hidden if is_pooled else self._read_with_logprobs if with_logprobs else self._read
@@ -75,11 +73,6 @@ class PromptReader:
                     budgets[slot] -= length
                     self._finish_chunk(slot, length)
             budgets = {slot: left for slot, left in budgets.items() if left}
-
-    def _chunk_length(self, slot: Slot, most: int) -> int:
-        """The number of tokens of a prompt, at most `most`, to read in one call; a chunk ends where a snapshot is taken."""
-        length = min(most, SCORED) if slot.request.options.prompt_logprobs else most
-        return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
 
     def _read(self, slots: Sequence[Slot], length: int) -> None:
         run_model(self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)

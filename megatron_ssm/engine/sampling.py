@@ -38,11 +38,7 @@ def choose_tokens(
 
     Gathers, per row and rank: 2 values with greedy search, 2 * top_k with top-k, else the slice.
 
-    Args:
-        local: This rank's slice of the logits (batch, width), with penalties.
-        sampling: The settings.
-        generators: A generator per row, unused at temperature 0.
-        ranks: The tensor-parallel ranks.
+    local: this rank's slice of the logits (batch, width), with penalties. generators: one per row, unused at temperature 0.
     """
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
@@ -62,7 +58,6 @@ def nan_error(model: str | Path | None, tokens: int) -> FloatingPointError:
 
 
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Divide positive and multiply negative scores by the penalty where `seen` is True."""
     return scores.where(~seen, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 

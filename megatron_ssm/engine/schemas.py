@@ -1,4 +1,4 @@
-"""The parts of a JSON schema that are schemas themselves."""
+"""The parts of a JSON schema that are schemas themselves. Loads no torch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -50,17 +50,12 @@ class Slot:
     """A request in a row of the cache.
 
     Attributes:
-        row: The row of the cache.
-        request: The request.
         model: The model with the request's adapter.
         vocabulary: The ids in this rank's slice of the vocabulary.
         sampling: How its tokens are chosen.
         generator: The generator of sampled tokens, or None with greedy search.
         text: The stream that finds stop strings, or None.
-        penalties: The penalties for earlier tokens, or None.
         bias: The bias (width,) of the logits, or None.
-        matcher: The matcher of the grammar, or None.
-        thinking: The follower of the reasoning, or None.
         tokens_read: The number of prompt tokens in the cache.
         logits: This rank's logits (width,) for the next token, or None.
         proposed: Pairs (proposed token, logits after it) of speculative tokens that were read.
@@ -91,7 +86,6 @@ class Slot:
         return len(self.request.prompt) + len(self.request.tokens)
 
     def tokens_from(self, start: int, count: int | None = None) -> list[int]:
-        """The tokens of the prompt and the new tokens, from position `start` on, at most `count`."""
         prompt, tokens = self.request.prompt, self.request.tokens
         return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]][:count]
 
@@ -120,11 +114,9 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """True if the prompt has unread tokens."""
         return self.tokens_read < len(self.request.prompt)
 
     def next_of_prompt(self, count: int) -> Sequence[int]:
-        """The next `count` unread tokens of the prompt."""
         return self.request.prompt[self.tokens_read : self.tokens_read + count]
 
     def allowed_logits(self) -> torch.Tensor:

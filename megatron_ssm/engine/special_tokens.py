@@ -1,9 +1,10 @@
 """The special tokens of a checkpoint, from several files, as in transformers' AutoTokenizer."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from commfabric.foundation.json_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -39,7 +40,6 @@ CLASS_DEFAULTS: dict[str, dict[str, str]] = {
 
 
 def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
-    """The object in tokenizer_config.json; empty if there is no such file. ValueError names a wrong file."""
     return _read(Path(directory) / "tokenizer_config.json")
 
 
@@ -110,7 +110,6 @@ def _named(directory: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(token: object) -> str | None:
-    """The text of a token, which is a text or an object with its text; None for other values."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -130,8 +129,4 @@ def _class_defaults(directory: Path, fields: Mapping[str, Any]) -> dict[str, str
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file. ValueError names a wrong file."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a tokenizer configuration") from None
+    return read_json(path) if path.is_file() else {}

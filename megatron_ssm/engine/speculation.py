@@ -88,7 +88,6 @@ class History:
         return [following[i % len(following)] for i in range(max_tokens)]
 
     def _update(self) -> None:
-        """Add the request's new tokens."""
         new = self._request.tokens[self._length - len(self._request.prompt) :]
         length = self._length + len(new)
         if length > len(self._tokens):
@@ -109,19 +108,12 @@ class History:
             self._rates[index] += FORGETTING_RATE * max(0.0, first - self._rates[index])
 
     def expected(self, count: int) -> float:
-        """The expected number of accepted tokens of `count` proposals after the last match."""
         return sum(self._rates[self._uses_high_rate] ** i for i in range(1, count + 1))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A speculative call.
-
-    Attributes:
-        rows, slots: The rows of the cache, and their slots.
-        before: The number of new tokens that each request had before the call.
-        proposed: The number of proposals for each request.
-    """
+    """A speculative call, with the numbers of new tokens of each request before it, and of its proposals."""
 
     rows: Cache
     slots: list[Slot]
@@ -169,7 +161,6 @@ class SpeculativeDecoder:
 
     @property
     def is_pending(self) -> bool:
-        """True if the cache has tokens that `accept` has not confirmed yet."""
         return self._call is not None
 
     @cached_property
@@ -352,7 +343,6 @@ class Draft:
 
 
 def relative_size(draft: Model, model: Model) -> float:
-    """The time of a decoding step of the draft model relative to one of the model: the ratio of their parameters."""
     return draft.config.elements / model.config.elements
 
 

@@ -226,7 +226,6 @@ class TextStream:
         """Start a stream. ValueError if a stop string is empty.
 
         Args:
-            tokenizer: The tokenizer.
             stop_strings: Strings that end the text.
             special_ids: Ids without text, in addition to the tokenizer's special tokens; they may exceed its vocabulary.
             prompt: The ids before the text, because the text of the first id may depend on the last of them.

@@ -1,5 +1,6 @@
 """`model.generate` with the arguments, defaults and result of transformers' `generate`."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +50,8 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call in terms of this package.
-
-    Attributes:
-        attention_mask: The mask of the prompts, or None.
-        repetitions: The number of sequences for each prompt.
-        beams: The settings of beam search, or None.
-        options: The arguments of `generate` without beam search.
+    """A call in terms of this package: `repetitions` sequences for each prompt, by beam search or with `options` of
+    `generate`.
     """
 
     attention_mask: torch.Tensor | None
@@ -160,12 +156,9 @@ def _merged_arguments(model, generation_config, arguments) -> dict[str, Any]:
 
 
 def _check_values(values) -> None:
-    """ValueError for values of a wrong type, and for combinations that are not implemented."""
-    if isinstance(values["length_penalty"], bool) or not isinstance(values["length_penalty"], int | float):
-        raise ValueError(f"length_penalty={values['length_penalty']!r} must be a number")
     for name in ("num_beams", "num_return_sequences"):
-        if type(values[name]) is not int or values[name] < 1:
-            raise ValueError(f"{name}={values[name]!r} must be at least 1")
+        if operator.index(values[name]) < 1:
+            raise ValueError(f"{name}={values[name]} must be at least 1")
     beams, sequences = values["num_beams"], values["num_return_sequences"]
     if beams > 1 and values["do_sample"]:
         raise ValueError("do_sample=True with num_beams > 1 is not implemented")
@@ -180,7 +173,6 @@ def _check_values(values) -> None:
 
 
 def _new_tokens(values, length) -> int:
-    """The largest number of new tokens after a prompt of `length` tokens."""
     if values["max_new_tokens"] is not None:
         return values["max_new_tokens"]
     if values["max_length"] is None:
@@ -198,7 +190,6 @@ def _checkpoint_configuration(model) -> dict[str, Any]:
 
 
 def _as_dict(generation_config) -> dict[str, Any]:
-    """The fields of a transformers GenerationConfig, a dictionary, or None."""
     if generation_config is None:
         return {}
     return dict(generation_config if isinstance(generation_config, dict) else generation_config.to_dict())

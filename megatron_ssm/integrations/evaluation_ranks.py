@@ -34,16 +34,10 @@ SCORED = 256  # the number of positions whose log-probabilities are computed at 
 def log_likelihoods(
     model: Model, sequences: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int
 ) -> list[tuple[float, bool]]:
-    """The log-likelihoods of the last tokens of sequences. Sends the messages of the model and of `log_probabilities`.
+    """(log-likelihood in nats, True if greedy search gives the same tokens) of the last counts[i] tokens of each sequence.
 
-    Args:
-        model: The model.
-        sequences: The token ids of each sequence.
-        counts: The number of last tokens of each sequence.
-        batch_size: The number of sequences per call of the model. The longest sequences are read first.
-
-    Returns:
-        (log-likelihood in nats, True if greedy search gives the same tokens) for each sequence, the same on every rank.
+    The results are the same on every rank. Sends the messages of the model and of `log_probabilities`. A call of the model
+    reads `batch_size` sequences, the longest ones first.
     """
     results = {i: (0.0, True) for i, count in enumerate(counts) if not count}  # an empty text is certain
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(sequences[i]))
@@ -73,13 +67,7 @@ def _log_likelihood(model: Model, logits: torch.Tensor, tokens: Sequence[int]) -
 
 
 def continuations(model: Model, requests: Sequence[dict[str, Any]], batch_size: int) -> list[list[int]]:
-    """The new tokens of each request.
-
-    Args:
-        model: The model.
-        requests: The arguments of `Engine.add` for each request.
-        batch_size: The number of requests that are decoded together.
-    """
+    """The new tokens of each request (the arguments of `Engine.add`); `batch_size` requests are decoded together."""
     engine = Engine(model, slots=batch_size)
     running = [engine.add(**arguments) for arguments in requests]
     while engine.is_busy:
@@ -158,13 +146,11 @@ def batch_size_of(value: Any) -> int:
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Raise ValueError if the value of the argument `name` is not an integer of at least 1."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value} must be an integer of at least 1")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise ValueError if the value of the argument `name` is neither None nor a bool."""
     if value is not None and type(value) is not bool:
         raise ValueError(f"{name}={value} must be True or False")
 
@@ -173,7 +159,6 @@ def check_switch(name: str, value: Any) -> None:
 
 
 def _join(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
-    """Create the process group of all ranks. store: the URL of a file that they share."""
     backend = "nccl" if options["device"] == "cuda" else "gloo"
     dist.init_process_group(backend, store, TIMEOUT, rank=rank, world_size=world)
 

@@ -8,6 +8,7 @@ from commfabric.foundation.command_line import did_you_mean
 from megatron_ssm.layers import families
 from megatron_ssm.layers.families import FAMILIES
 from megatron_ssm.layers.mlp import ACTIVATIONS, MlpSpec, squared_relu
+from megatron_ssm.spec.fields import divides
 from megatron_ssm.spec.reader import Family
 from megatron_ssm.spec.stack import Stack, Unit
 
@@ -38,7 +39,6 @@ def config_of_layers(
 
     Args:
         config: The TransformerConfig.
-        family: The family.
         hf_fields: Fields of Hugging Face's config.json that a TransformerConfig lacks (chunk sizes, adapters, ...).
         pattern: The symbols M, * and - of the layers.
         further_fields: Further fields of config.json, which are not checked.
@@ -59,7 +59,6 @@ def config_of_layers(
 
 
 def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a TransformerConfig under Hugging Face's names."""
     name = family.hf_name
     fields = {
         "hidden_size": config.hidden_size,
@@ -68,7 +67,9 @@ def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dic
     }
     if "n_groups" in family.defaults:
         head_dim_name = "mamba_head_dim" if "mamba_head_dim" in family.defaults else "head_dim"
-        inner, head_dim = _inner_size(config, hf_fields.get(name("expand"), 2)), config.mamba_head_dim
+        heads, head_dim = config.mamba_num_heads, config.mamba_head_dim
+        expand = hf_fields.get(name("expand"), 2)
+        inner = int(expand * config.hidden_size) if heads is None else heads * head_dim  # as in Megatron's own mixer
         if inner % head_dim:
             raise ValueError(f"{inner} channels do not divide into heads of {head_dim}")
         fields[name("num_heads")], fields[name(head_dim_name)] = inner // head_dim, head_dim
@@ -78,7 +79,10 @@ def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dic
     if family.shares_blocks:
         fields |= _shared_block(config)
     if "mlp_hidden_act" in family.defaults:
-        _check_own_layers(config, family.name)
+        for option in _UNSUPPORTED_OPTIONS:  # of Megatron's own attention and MLP
+            if value := getattr(config, option, None):
+                raise ValueError(f"{option}={value!r}: a {family.name} model has no such option")
+        check_key_value_heads(config)
         block = _shared_block(config)
         fields |= {"mlp_hidden_act": block.pop("hidden_act"), "head_dim": config.kv_channels, **block}
     if "residual_in_fp32" in family.defaults:
@@ -86,13 +90,6 @@ def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dic
     if "add_bias_linear" in family.known:
         fields["add_bias_linear"] = config.add_bias_linear
     return fields
-
-
-def _inner_size(config: Any, expand: float) -> int:
-    """The number of channels of a Mamba-2 mixer, as Megatron's own mixer computes it."""
-    if config.mamba_num_heads is not None:
-        return config.mamba_num_heads * config.mamba_head_dim
-    return int(expand * config.hidden_size)
 
 
 def _expand(inner: int, hidden: int) -> int | float:
@@ -109,26 +106,13 @@ _UNSUPPORTED_OPTIONS = (
 )  # fmt: skip
 
 
-def _check_own_layers(config: Any, family: str) -> None:
-    """Raise ValueError for options of Megatron's own attention and MLP that models of the family do not have."""
-    for name in _UNSUPPORTED_OPTIONS:
-        if value := getattr(config, name, None):
-            raise ValueError(f"{name}={value!r}: a {family} model has no such option")
-    check_key_value_heads(config)
-
-
 def check_key_value_heads(config: Any) -> None:
     """Raise ValueError if a tensor-parallel rank of Megatron's own attention would have a part of a key/value head."""
     groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
-    if groups % ranks:
-        raise ValueError(
-            f"{groups} key/value heads of Megatron's attention do not divide over {ranks} ranks "
-            f"({groups} % {ranks} = {groups % ranks})"
-        )
+    divides(groups, ranks, "key/value heads of Megatron's attention", "ranks")
 
 
 def _shared_block(config: Any) -> dict[str, Any]:
-    """The sizes of attention and MLP under Hugging Face's names."""
     function = config.activation_func
     is_squared_relu = getattr(function, "__name__", "") == squared_relu.__name__  # Megatron has its own function
     names = [n for n, f in ACTIVATIONS.items() if f is function or f is squared_relu and is_squared_relu]

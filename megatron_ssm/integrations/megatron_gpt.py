@@ -89,7 +89,6 @@ def in_our_names(theirs: str, tensor: torch.Tensor, config: ModelStack) -> dict[
     Args:
         theirs: Megatron's name of the parameter.
         tensor: The parameter or its gradient.
-        config: Our configuration of the model.
     """
     index, _, name = theirs.removeprefix(IN_LAYERS).partition(".")
     rows = _packed_rows(config).get(name, {_NAMES_IN_LAYERS.get(name, name): len(tensor)})
@@ -135,16 +134,9 @@ def rotary_options(config: ModelStack) -> dict[str, Any]:
 
 
 def gpt_model(config: ModelStack, megatron_config: Any, **sizes: Any) -> nn.Module:
-    """Megatron's GPTModel, built from its own layer specs.
+    """Megatron's GPTModel, built from its own layer specs. sizes: its further arguments, such as vocab_size.
 
-    Args:
-        config: Our configuration.
-        megatron_config: The TransformerConfig.
-        sizes: Further arguments of the GPTModel: vocab_size, max_sequence_length, ...
-
-    Raises:
-        ModuleNotFoundError: Transformer Engine is not installed.
-        ImportError: flash-linear-attention is not installed.
+    ModuleNotFoundError if Transformer Engine is not installed, ImportError if flash-linear-attention is not.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
@@ -158,20 +150,13 @@ def gpt_model(config: ModelStack, megatron_config: Any, **sizes: Any) -> nn.Modu
 
 
 def is_gpt(model: Any) -> bool:
-    """Return True if this is Megatron's GPTModel with gated delta nets."""
     return getattr(getattr(model, "config", None), "experimental_attention_variant", None) == VARIANT
 
 
 def gpt_config(model: Any, family: str, vocab_size: int) -> ModelStack:
-    """Our configuration of a GPTModel with gated delta nets.
+    """Our configuration of a GPTModel with gated delta nets. vocab_size: without padding.
 
-    Args:
-        model: The GPTModel.
-        family: One of FAMILIES.
-        vocab_size: The size of the vocabulary without padding.
-
-    Raises:
-        ValueError: An option of the TransformerConfig, or the position embedding, is one that these models do not have.
+    ValueError if these models lack an option of the TransformerConfig, or the position embedding.
     """
     config = model.config
     for owner, options in (config, _OPTIONS), (model, dict(position_embedding_type="rope", rotary_scaling=False)):

@@ -35,7 +35,6 @@ from .megatron_split import SplitModule
 
 
 def _dtype_and_device(config: Any) -> dict[str, Any]:
-    """The dtype and the device of new parameters, as arguments of a layer."""
     on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
     return dict(dtype=config.params_dtype, device="cpu" if on_cpu else torch.cuda.current_device())
 
@@ -53,12 +52,10 @@ def _check_precision(config: Any) -> None:
 
 
 def _tensor_ranks(config: Any, pg_collection: Any) -> Ranks:
-    """The tensor-parallel ranks of Megatron's process groups."""
     return Ranks.of(pg_collection.tp, share=None, sequence_parallel=config.sequence_parallel)
 
 
 def _context_ranks(pg_collection: Any) -> ContextRanks | None:
-    """The context-parallel ranks of Megatron's process groups, or None if there is only one."""
     group = getattr(pg_collection, "cp", None)
     return None if group is None or group.size() == 1 else ContextRanks(group, Counter())
 
@@ -110,7 +107,6 @@ class Mixer(SplitModule, Operator):
         cls, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str, hf_fields: Mapping[str, Any],
         **_: Any,
     ) -> "Mixer":  # fmt: skip
-        """Build the operator, and make it a `Mixer`."""
         _check_precision(config)
         ranks, model_config = _tensor_ranks(config, pg_collection), config_of_layers(config, family, hf_fields)
         model_config.check_ranks(ranks.size)
@@ -148,7 +144,6 @@ class Mixer(SplitModule, Operator):
 
 
 def _check_residual_stream(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the option of Megatron that gives the residual stream another dtype."""
     if options.get("residual_in_fp32"):
         raise ValueError("residual_in_fp32: hybrid layers have one residual stream, in the dtype of the parameters")
 

@@ -41,7 +41,6 @@ class SplitModule(nn.Module):
 
         Args:
             part: The operator, with its fields.
-            ranks: The tensor-parallel ranks.
             config: Megatron's TransformerConfig, whose init_method and output_layer_init_method initialize projections.
             layers: The number of layers of the model.
         """

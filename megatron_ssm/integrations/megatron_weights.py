@@ -58,7 +58,6 @@ def in_our_names(named: Iterable[tuple[str, torch.Tensor]], config: ModelStack) 
 
     Args:
         named: (Megatron's name, parameter or gradient).
-        config: Our configuration of the model.
     """
     parameters: dict[str, torch.Tensor] = {}
     for theirs, tensor in named:
@@ -146,13 +145,8 @@ def _mask_padding(model: Any, vocab_size: int) -> None:
 def our_config(model: Any, family: str = "") -> ModelStack:
     """Our configuration of a MambaModel that `specs.stack_spec` built, or of a GPTModel with gated delta nets.
 
-    Args:
-        model: The model.
-        family: The family of a GPTModel, by default the first of `megatron_gpt.FAMILIES`.
-
-    Raises:
-        ValueError: The model is of another kind, has layers, options or positions that the family lacks, or is a stage of a
-            pipeline.
+    family: that of a GPTModel, by default the first of `megatron_gpt.FAMILIES`. ValueError if the model is of another kind
+    or a stage of a pipeline, or has layers, options or positions that the family lacks.
     """
     is_gpt = megatron_gpt.is_gpt(model)
     if not is_gpt and not isinstance(getattr(model, "decoder", None), Stack):
@@ -202,7 +196,6 @@ def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
 
 
 def _check_sizes(model: nn.Module, config: ModelStack, directory: str | Path) -> None:
-    """Raise ValueError if Megatron's model and the configuration of a directory have different weights."""
     for location, name, value, expected in _differences(our_config(model, config.family), config):
         raise ValueError(f"{directory} has {name}={expected!r}{location}, but Megatron's model has {value!r}")
 

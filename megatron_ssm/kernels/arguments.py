@@ -9,15 +9,13 @@ from torch import Tensor
 
 
 def are_float32(*tensors: Tensor | None) -> bool:
-    """Return True if the tensors are float32 and on the CPU, as states, A_log, D and dt_bias must be."""
     return all(t is None or (t.dtype is torch.float32 and t.is_cpu) for t in tensors)
 
 
 def check_shapes(**expected: tuple[Tensor | None, tuple[int, ...]]) -> None:
     """Raise ValueError for a tensor of another shape or on another device, because C would read other memory.
 
-    Args:
-        expected: name=(tensor, shape).
+    expected: name=(tensor, shape).
     """
     for name, (tensor, shape) in expected.items():
         if tensor is not None and (tensor.shape != shape or not tensor.is_cpu):
@@ -27,12 +25,10 @@ def check_shapes(**expected: tuple[Tensor | None, tuple[int, ...]]) -> None:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """The address of the first element; None becomes a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def contiguous(*tensors: Tensor | None) -> Iterator[Any]:
-    """The tensors, copied if they are not contiguous."""
     return (t if t is None else t.contiguous() for t in tensors)
 
 
@@ -46,12 +42,10 @@ def token_major(tensor: Any) -> Any:
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """The strides of the first two dimensions, (batch, seq), in elements."""
     return (0, 0) if tensor is None else tensor.stride()[:2]
 
 
 def c_array(*numbers: int) -> ctypes.Array:
-    """A C array of sizes."""
     return (ctypes.c_ssize_t * len(numbers))(*numbers)
 
 

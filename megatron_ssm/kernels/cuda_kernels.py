@@ -1,6 +1,6 @@
 """Imports of the CUDA kernels of mamba-ssm, causal-conv1d and flash-linear-attention; batches that are too large are split.
 
-`cuda_scans`, `cuda_gated_delta` and `cuda_convolution` call them. No other module imports these packages.
+`cuda_scans`, `gated_delta` and `convolution` call them. No other module imports these packages.
 
 | operator | several tokens | one token, without gradients |
 |---|---|---|
@@ -22,6 +22,7 @@ token that does not fit as a whole.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,69 +36,33 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_OFFSET = 2**31 - 1  # the largest offset of an element from the first one of its tensor, in elements
 
 
-def _selective_scan_fn() -> Callable:
-    from mamba_ssm.ops import selective_scan_interface
-
-    if selective_scan_interface.selective_scan_cuda is None:  # mamba-ssm's import of its compiled module failed
-        raise ImportError("it was built without selective_scan_cuda")
-    return selective_scan_interface.selective_scan_fn
-
-
-def _selective_state_update() -> Callable:
-    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-
-    return selective_state_update
-
-
-def _mamba_chunk_scan_combined() -> Callable:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-    return mamba_chunk_scan_combined
-
-
-def _chunk_gated_delta_rule() -> Callable:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule
-
-
-def _fused_recurrent_gated_delta_rule() -> Callable:
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    return fused_recurrent_gated_delta_rule
-
-
-def _causal_conv1d_fn() -> Callable:
-    from causal_conv1d import causal_conv1d_fn
-
-    return causal_conv1d_fn
-
-
-def _causal_conv1d_update() -> Callable:
-    from causal_conv1d import causal_conv1d_update
-
-    return causal_conv1d_update
-
-
-KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # {kernel: (distribution, function that imports the kernel)}
-    "selective_scan_fn": ("mamba-ssm", _selective_scan_fn),
-    "selective_state_update": ("mamba-ssm", _selective_state_update),
-    "mamba_chunk_scan_combined": ("mamba-ssm", _mamba_chunk_scan_combined),
-    "chunk_gated_delta_rule": ("flash-linear-attention", _chunk_gated_delta_rule),
-    "fused_recurrent_gated_delta_rule": ("flash-linear-attention", _fused_recurrent_gated_delta_rule),
-    "causal_conv1d_fn": ("causal-conv1d", _causal_conv1d_fn),
-    "causal_conv1d_update": ("causal-conv1d", _causal_conv1d_update),
+# {kernel: (distribution, module that defines it)}
+KERNELS = {
+    "selective_scan_fn": ("mamba-ssm", "mamba_ssm.ops.selective_scan_interface"),
+    "selective_state_update": ("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update"),
+    "mamba_chunk_scan_combined": ("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined"),
+    "chunk_gated_delta_rule": ("flash-linear-attention", "fla.ops.gated_delta_rule"),
+    "fused_recurrent_gated_delta_rule": ("flash-linear-attention", "fla.ops.gated_delta_rule"),
+    "causal_conv1d_fn": ("causal-conv1d", "causal_conv1d"),
+    "causal_conv1d_update": ("causal-conv1d", "causal_conv1d"),
 }
 
 
 @functools.cache
 def load_kernel(name: str) -> OptionalImport:
-    """Import one of KERNELS; the result is cached."""
-    return import_optional(*KERNELS[name])
+    """Import one of KERNELS, or find the reason why that fails."""
+    package, module_name = KERNELS[name]
+
+    def load() -> Callable:
+        module = importlib.import_module(module_name)
+        if getattr(module, "selective_scan_cuda", True) is None:  # mamba-ssm's import of its compiled module failed
+            raise ImportError("it was built without selective_scan_cuda")
+        return getattr(module, name)
+
+    return import_optional(package, load)
 
 
 def on_cuda(tensor: Tensor) -> bool:
-    """Return True if a tensor is on CUDA."""
     return tensor.is_cuda
 
 
@@ -110,7 +75,6 @@ def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
 
 
 def may_use_tf32() -> bool:
-    """Return True if torch may multiply float32 in TF32."""
     settings = torch.backends.cuda.matmul  # reading allow_tf32 raises an error once fp32_precision was set
     return settings.fp32_precision == "tf32" if hasattr(settings, "fp32_precision") else settings.allow_tf32
 
@@ -135,7 +99,6 @@ def overwritable(
 
 
 def last_offset(tensor: Tensor) -> int:
-    """The offset of the last element of a tensor from its first one, in elements."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The selective scan and SSD by mamba-ssm's CUDA kernels, with the interface of `ops.scan`."""
+"""The selective scan and SSD by mamba-ssm's CUDA kernels, with the interface of `kernels.scan`."""
 
 import functools
 from typing import Any

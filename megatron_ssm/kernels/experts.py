@@ -26,7 +26,6 @@ class Router:
     """A router, which chooses `chosen` of `experts` experts for each token, and their weights.
 
     Attributes:
-        experts: The number of experts.
         chosen: The number of experts that a token chooses.
         form: The scores of the experts. SOFTMAX: the softmax of all logits. CHOSEN_SOFTMAX: the softmax of the largest
             logits. SIGMOID: the sigmoid of each logit, in at least fp32; a bias may be added for the choice, not for the
@@ -119,7 +118,6 @@ def apply_experts(
     Args:
         x: (tokens, in).
         weights, index: (tokens, chosen), the results of `Router.route`. Indices >= `experts` are ignored.
-        experts: The number of experts.
         up: (experts * rows, in), the concatenated matrices of the experts.
         down: (experts * out, columns), the concatenated matrices of the experts.
         activated: A function that maps (n, rows) to (n, columns).

@@ -11,7 +11,6 @@ raises an error, and apex's may skip other parameters.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ def fused_adams() -> tuple[OptionalImport, ...]:
 
 
 def on_cuda(parameter: torch.Tensor) -> bool:
-    """Return True if a parameter is on CUDA, as FusedAdam requires."""
     return parameter.is_cuda
 
 
@@ -63,18 +61,13 @@ def adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimize
         settings: lr, betas and eps.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
-    if all(on_cuda(parameter) and parameter.dtype in TYPES for parameter in parameters) and fused_adams()[-1].item:
-        return _fused(fused_adams()[-1].item, groups, settings)
-    return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def _fused(
-    FusedAdam: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """FusedAdam for the parameters with elements. The others get empty moments, which checkpoints expect."""
+    are_supported = all(on_cuda(parameter) and parameter.dtype in TYPES for parameter in parameters)
+    if not are_supported or not (FusedAdam := fused_adams()[-1].item):
+        return torch.optim.AdamW(groups, fused=True, **settings)
+    # FusedAdam gets the parameters with elements. The others get empty moments, which checkpoints expect.
     filled = [{**group, "params": [p for p in group["params"] if p.numel()]} for group in groups]
     optimizer = FusedAdam(filled, adam_w_mode=True, **settings)
-    for parameter in (p for group in groups for p in group["params"] if not p.numel()):
+    for parameter in (p for p in parameters if not p.numel()):
         moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = moments
     return optimizer

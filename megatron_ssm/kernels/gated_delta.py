@@ -4,7 +4,7 @@ For each value head, with the state S (K, V), the log decay g <= 0 and the rate 
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  y = S^T q          (Gated Delta Networks, equation 10)
 
-q and k are normalized first, and q is divided by sqrt(K). As in `ops.scan`, tensors are (batch, seq, ...) of this rank's
+q and k are normalized first, and q is divided by sqrt(K). As in `kernels.scan`, tensors are (batch, seq, ...) of this rank's
 heads, nothing is communicated, and the states before the first token and after the last one are at least fp32 and have
 gradients. Four forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU; and
 the kernels of flash-linear-attention, on CUDA.
@@ -25,16 +25,15 @@ from torch.utils.checkpoint import checkpoint
 
 from commfabric.collectives.wire_formats import at_least_fp32
 
-from . import cuda_gated_delta, kernels
+from . import cuda_kernels, kernels
 from .arguments import are_float32
-from .implementations import GATED_DELTA
+from .implementations import CUDA_GATED_DELTA, CUDA_GATED_DELTA_STEP, GATED_DELTA
 
 CHUNK = 64  # tokens of a chunk in torch
 NORM_EPS = 1e-6  # added to the sum of squares of q and k
 
 
 def normalized(x: Tensor) -> Tensor:
-    """x / sqrt(sum of squares + NORM_EPS) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
@@ -77,8 +76,8 @@ def gated_delta(
     size = k.shape[3]
     if not torch.is_grad_enabled() and are_float32(g, beta) and GATED_DELTA.takes(size, q, k, v):
         return kernels.gated_delta(q, k, v, g, beta, state, overwrite, one_by_one)
-    if cuda_gated_delta.supports_gated_delta(q, k, v, g, beta, state, one_by_one):
-        return cuda_gated_delta.gated_delta(q, k, v, g, beta, state, one_by_one)
+    if supports_gated_delta(q, k, v, g, beta, state, one_by_one):
+        return _gated_delta_cuda(q, k, v, g, beta, state, one_by_one)
     wide = at_least_fp32(v.dtype)
     with torch.autocast(v.device.type, enabled=False):
         inputs: list[Any] = [t if t is None else t.to(wide) for t in (q, k, v, g, beta, state)]
@@ -110,7 +109,6 @@ class _NativeForward(torch.autograd.Function):
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`gated_delta` in torch, chunk by chunk."""
     (batch, seq, heads, width), (groups, size) = v.shape, k.shape[2:]
     length = min(CHUNK, seq)
     chunks = -(-seq // length)
@@ -143,3 +141,44 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         S = decay[:, n, ..., -1:, None] * S + written[:, n] @ D
     y = torch.stack(outputs, 1).movedim(4, 2).reshape(batch, chunks * length, heads, width)[:, :seq]
     return y, S.reshape(batch, heads, size, width)
+
+
+# flash-linear-attention's CUDA kernels
+
+
+def supports_gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
+) -> bool:
+    """Return True if a kernel supports these arguments of `gated_delta`.
+
+    The kernel for chunks multiplies float32 in TF32. So torch computes float32, unless torch itself may use TF32, or a lower
+    precision under autocast.
+    """
+    inputs = (q, k, v, g, beta, state)
+    if _is_recurrent(v, one_by_one):
+        return CUDA_GATED_DELTA_STEP.takes(k.shape[3], *inputs)
+    fits = CUDA_GATED_DELTA.takes(k.shape[3], *inputs)
+    may_round = cuda_kernels.may_use_tf32() or torch.is_autocast_enabled(v.device.type)
+    return fits and (may_round or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
+
+
+def _gated_delta_cuda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta` by flash-linear-attention, which copies tensors that are not contiguous.
+
+    `fused_recurrent_gated_delta_rule` computes one token after the other, and has no gradient of g. `chunk_gated_delta_rule`
+    has all gradients, including those of the states. Both normalize q and k, and (since fla-core 0.6) support several value
+    heads for each key head.
+    """
+    dtype = cuda_kernels.common_dtype(q, k, v)
+    implementation = CUDA_GATED_DELTA_STEP if _is_recurrent(v, one_by_one) else CUDA_GATED_DELTA
+    y, final_state = cuda_kernels.load_kernel(implementation.kernel).item(
+        q.to(dtype), k.to(dtype), v.to(dtype), g=g, beta=beta, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return y.to(v.dtype), final_state
+
+
+def _is_recurrent(v: Tensor, one_by_one: bool) -> bool:
+    return not torch.is_grad_enabled() and (one_by_one or v.shape[1] == 1)

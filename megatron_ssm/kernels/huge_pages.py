@@ -38,12 +38,13 @@ class HugePages(TorchFunctionMode):
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func in (torch.empty, torch.zeros) and _is_cpu(options.get("device")):
-            return self._zeros_like(func(*args, **options | {"device": "meta"}))
+        if func in (torch.empty, torch.zeros):
+            device = options.get("device")
+            if torch.device(torch.get_default_device() if device is None else device).type == "cpu":
+                return self._zeros_like(func(*args, **options | {"device": "meta"}))
         return func(*args, **options)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a CPU tensor in huge pages."""
         return self._zeros_like(tensor).copy_(tensor)
 
     def _zeros_like(self, tensor: Tensor) -> Tensor:
@@ -75,8 +76,3 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def _is_cpu(device: Any) -> bool:
-    """Return True if torch would allocate on the CPU for this argument `device`."""
-    return torch.device(torch.get_default_device() if device is None else device).type == "cpu"

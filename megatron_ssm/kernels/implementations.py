@@ -1,9 +1,9 @@
 """The kernels of each operation and the calls that they support: one table, which dispatch reads and `doctor` prints.
 
 torch computes every call that no kernel supports. The table has conditions on dtypes, devices and one size; `torch_for`
-describes the others, which `cuda_scans`, `cuda_gated_delta` and `cuda_convolution` check. Three operations are dispatched
-elsewhere: products with matrices by a table in C (`native.products.kernels_for`), AdamW by `fused_adam.adamw_on_cuda`, and
-the RMS norm by `native.kernels.supports_rms_norm`.
+describes the others, which `cuda_scans`, `gated_delta` and `convolution` check. Three operations are dispatched
+elsewhere: products with matrices by a table in C (`kernels.products.kernels_for`), AdamW by `fused_adam.adamw_on_cuda`, and
+the RMS norm by `kernels.kernels.supports_rms_norm`.
 """
 
 import sys
@@ -25,7 +25,6 @@ class Implementation:
     """A kernel of an operation.
 
     Attributes:
-        operation: The name of the operation.
         device: "cpu" or "cuda".
         package: "C", or a distribution.
         kernel: The name of a CUDA kernel in `cuda_kernels.KERNELS`.
@@ -54,7 +53,6 @@ class Implementation:
 
     @property
     def why_not(self) -> str:
-        """The reason why the kernel cannot be used on this machine, or ""."""
         return kernels.LIBRARY.why if self.device == "cpu" else cuda_kernels.load_kernel(self.kernel).why
 
 

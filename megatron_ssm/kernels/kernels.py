@@ -70,7 +70,6 @@ def usable(first: Tensor, *others: Tensor | None) -> bool:
 
 
 def raise_if_failed(failed: int) -> None:
-    """Raise MemoryError if a kernel returned an error: it could not allocate memory."""
     if failed:
         raise MemoryError("a C kernel could not allocate memory")
 
@@ -78,7 +77,7 @@ def raise_if_failed(failed: int) -> None:
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`ops.convolution.causal_conv` of typed tensors, with K <= LONGEST_KERNEL."""
+    """`kernels.convolution.causal_conv` of typed tensors, with K <= LONGEST_KERNEL."""
     batch, seq, channels = x.shape
     taps = weight.shape[-1]
     shape = batch, taps - 1, channels
@@ -137,10 +136,10 @@ def selective_scan(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
     state: Tensor | None, overwrite: bool = False, overwrite_x: bool = False, save: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`ops.scan.selective_scan` of typed x, dt, B, C and z, and float32 A_log, D, dt_bias and state; N <= LARGEST_STATE.
+    """`kernels.scan.selective_scan` of typed x, dt, B, C and z, and float32 A_log, D, dt_bias and state; N <= LARGEST_STATE.
 
     Args:
-        x, dt, A_log, B, C, D, z, dt_bias, state, overwrite, overwrite_x: As in `ops.scan.selective_scan`.
+        x, dt, A_log, B, C, D, z, dt_bias, state, overwrite, overwrite_x: As in `kernels.scan.selective_scan`.
         save: True to also return the states before each chunk of `scan_chunk(N)` tokens.
 
     Returns:
@@ -205,12 +204,12 @@ def ssd(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None, overwrite: bool = False,
     save: bool = False, one_by_one: bool = False, may_round: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; N <= LARGEST_STATE.
+    """`kernels.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; N <= LARGEST_STATE.
 
     In calls with several tokens, numbers below 2^-126 may count as zeros, unless `one_by_one` is True.
 
     Args:
-        x, dt, A_log, B, C, D, state, overwrite, one_by_one, may_round: As in `ops.scan.ssd`.
+        x, dt, A_log, B, C, D, state, overwrite, one_by_one, may_round: As in `kernels.scan.ssd`.
         save: True to also return the states before each chunk of CHUNK tokens.
 
     Returns:
@@ -264,7 +263,7 @@ def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, overwrite: bool = False,
     one_by_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`ops.gated_delta.gated_delta` of typed q, k and v, and float32 g, beta and state; K <= LARGEST_STATE.
+    """`kernels.gated_delta.gated_delta` of typed q, k and v, and float32 g, beta and state; K <= LARGEST_STATE.
 
     Numbers below 2^-126 may count as zeros.
     """
@@ -288,13 +287,7 @@ def gated_delta(
 
 
 def norm_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * RMSNorm(y) * silu(z), normalized over each head, of typed tensors.
-
-    Args:
-        y, z: (..., heads * size).
-        weight: (size,).
-        eps: The number that is added to the mean of squares.
-    """
+    """weight * RMSNorm(y) * silu(z), normalized over each head: typed y, z (..., heads * size) and weight (size,)."""
     width, size = y.shape[-1], len(weight)
     check_shapes(z=(z, y.shape))
     y, weight = contiguous(y, weight)

@@ -10,13 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptionalImport:
-    """An import from a distribution.
-
-    Attributes:
-        package: The name of the distribution.
-        item: The imported object, or None if the import failed.
-        why: The reason of the failure, or "".
-    """
+    """An import from a distribution: the imported object, or None and the reason of the failure."""
 
     package: str
     item: Any = None

@@ -1,7 +1,7 @@
 """Products with a matrix by the C kernels, which the table in dispatch.c chooses. See also the remarks in `kernels`.
 
 A matrix (out, in) is either a tensor of x's dtype, or of bfloat16 if x is float32; or it is quantized
-(`ops.quantized_matrices`), with `values`, int8 (out, in) or uint8 (out, in / 2) with two 4-bit numbers in each byte, and
+(`kernels.quantized_matrices`), with `values`, int8 (out, in) or uint8 (out, in / 2) with two 4-bit numbers in each byte, and
 `scales`, float32 (out, in / BLOCK).
 """
 
@@ -33,14 +33,10 @@ def has_products_of(dtype: torch.dtype) -> bool:
 
 
 def has_kernel(stored: torch.dtype, x: torch.dtype, rows: int, columns: int, has_gaps: bool = False) -> bool:
-    """Return True if C has a kernel for a product.
+    """Return True if C has a kernel for a product of x (rows, columns) and a matrix.
 
-    Args:
-        stored: The dtype of the matrix, or of its values.
-        x: The dtype of x.
-        rows: The number of rows of x.
-        columns: The number of columns `in` of the matrix.
-        has_gaps: True if there are gaps between the rows of the matrix or of the result.
+    stored: the dtype of the matrix, or of its values. has_gaps: there are gaps between the rows of the matrix or of the
+    result.
     """
     if kernels.LIBRARY.functions is None or stored not in TYPES or x not in TYPES:
         return False

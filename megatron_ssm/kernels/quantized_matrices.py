@@ -181,12 +181,8 @@ def narrowed(matrix: Tensor) -> Tensor:
 def quantize(module: nn.Module, format: str) -> bool:
     """Replace the `weight` of a module, a matrix or a `Packed`, by a `QuantizedMatrix`. A matrix without rows stays.
 
-    Args:
-        module: The module.
-        format: A key of QUANTIZED_FORMATS.
-
-    Returns:
-        False, and the module is unchanged, if the length of the rows is not a multiple of 64.
+    format: a key of QUANTIZED_FORMATS. Returns False, and the module is unchanged, if the length of the rows is not a
+    multiple of 64.
     """
     weight: Tensor = (module.weight() if isinstance(module.weight, nn.Module) else module.weight).flatten(0, -2)
     if weight.shape[1] % BLOCK:

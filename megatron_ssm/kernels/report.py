@@ -6,19 +6,14 @@ TYPES = ("float32", "bfloat16", "float64")
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes in GB, MB or KB."""
     unit, divisor = ("GB", 1e9) if nbytes >= 1e8 else ("MB", 1e6) if nbytes >= 1e5 else ("KB", 1e3)
     return f"{nbytes / divisor:.2f} {unit}"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
-    """The first line that a job prints: the kernels that it runs.
+    """The first line that a job prints: the kernels that it runs, with `trains` also the implementation of AdamW.
 
-    Args:
-        device: The device of the model, as in torch.
-        dtype: The dtype of its parameters, or the name of the dtype.
-        all_reduce: The implementation of the all-reduce; None or "" for one rank.
-        trains: Also name the implementation of AdamW.
+    all_reduce: the implementation of the all-reduce; None or "" for one rank.
     """
     kind, name = str(device).split(":")[0], dtype_name(dtype)
     kernels = _kernels_of_cuda(name) if kind == "cuda" else _kernels_of_cpu(kind, name)
@@ -61,5 +56,4 @@ def _adamw_of_cuda(dtype: str) -> str:
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a dtype, as in "float32"."""
     return str(dtype).removeprefix("torch.")

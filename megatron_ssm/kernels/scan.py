@@ -137,7 +137,6 @@ def _selective_chunks(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`selective_scan` in torch, chunk by chunk."""
     dt = dt if dt_bias is None else F.softplus(dt + dt_bias)
     if state is None:
         state = x.new_zeros(x.shape[0], A_log.shape[1], x.shape[2])
@@ -280,7 +279,6 @@ class _NativeSsd(torch.autograd.Function):
 def _ssd_torch(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`ssd` in torch, for one token or in chunks of tokens."""
     inputs = (x, dt, -torch.exp(A_log), B, C)
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], B.shape[3], x.shape[3])
@@ -294,7 +292,6 @@ def _ssd_torch(
 
 
 def _ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`ssd` of one token, without D."""
     batch, _, heads, head_dim = x.shape
     groups, size = B.shape[2:]
     repeat = heads // groups

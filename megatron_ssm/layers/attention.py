@@ -43,7 +43,6 @@ class AttentionSpec(Spec):
         hidden_size: The size of the output.
         heads, kv_heads: The number of query heads and of key/value heads. heads/kv_heads consecutive query heads use the
             same key/value head.
-        head_dim: The size of a head.
         input_size: The size of the input; 0: hidden_size.
         scale: The scale of the scores; None: 1/sqrt(head_dim).
         rope_theta: The base of the rotary embedding; 0: no rotary embedding.
@@ -252,7 +251,6 @@ class Attention(Operator):
         return y
 
     def _lower_whole_norms(self, tape: Builder, q: Buffer, k: Buffer) -> None:
-        """Write `_whole_norms` to a tape, in place."""
         spec = self.attention_spec
         assert spec.qk_norm_eps is not None
         squares = tape.buffer(2, torch.float32)

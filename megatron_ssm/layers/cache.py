@@ -175,7 +175,9 @@ class Cache:
             return
         if self.max_length is not None and length > self.max_length:
             raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
-        self.allocate(length if self.kv_lengths is None else share_of_rank(length, len(self.kv_lengths)))
+        if self.kv_lengths is not None:  # a context rank holds two blocks of a chunk, each rounded up
+            length = -(-length // len(self.kv_lengths)) + 1
+        self.allocate(length)
 
     @torch.inference_mode(False)  # see `Model.new_cache`
     def allocate(self, length: int) -> None:
@@ -247,11 +249,6 @@ class Cache:
         self.lengths[row] = snapshot.length
         if self.kv_lengths is not None and snapshot.kv_lengths is not None:
             self.kv_lengths[:, row] = snapshot.kv_lengths
-
-
-def share_of_rank(length: int, ranks: int) -> int:
-    """The most tokens that a context rank holds of a sequence of `length` tokens that was read in one chunk."""
-    return -(-length // ranks) + 1  # two blocks, each rounded up
 
 
 def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:

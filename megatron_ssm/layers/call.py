@@ -86,7 +86,7 @@ class Call:
         placement: The context ranks that store the new keys and values, in models with attention and a split cache.
         lengths: The number of keys and values that this rank holds of each sequence before the call, with `placement`.
         speculative: True if tokens may be rejected; see `Cache.accept`.
-        routing: The `operators.routing.Routing` to which routers of experts report; or None.
+        routing: The `layers.routing.Routing` to which routers of experts report; or None.
         same_tokens: True if all expert-parallel ranks have the same tokens, so that they need not exchange tokens.
     """
 

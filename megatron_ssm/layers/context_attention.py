@@ -19,11 +19,7 @@ class ContextAttention:
 
     The schedule computes the attention of split tokens to each other; if every rank has all tokens, each rank computes it
     alone. Keys and values of earlier calls stay on the ranks that store them (`KeyValuePlacement`), and `Tree` computes the
-    attention to them.
-
-    Args:
-        schedule: The schedule for split tokens, which counts its messages itself.
-        counter: A counter of the messages of `Tree`.
+    attention to them. `counter` counts the messages of `Tree`; the schedule counts its own.
     """
 
     def __init__(self, schedule: Attention2D, counter: Counter):
@@ -57,7 +53,6 @@ class ContextAttention:
         return out.to(q.dtype)
 
     def _attend_new(self, q, k, v, scale: float, sharding: TokenSharding | None) -> Result:
-        """The attention of this call's tokens to each other."""
         if sharding is not None:
             result = self.schedule(q, k, v, causal=True, scale=scale, seq=sharding.length, return_lse=True)
             assert isinstance(result, tuple)
@@ -67,7 +62,6 @@ class ContextAttention:
         return out.transpose(0, 1), lse.transpose(0, 1)
 
     def _attend_earlier(self, q, scale: float, call: Call, state: State) -> Result:
-        """The attention of this call's tokens to the keys and values in the cache."""
         assert call.lengths is not None
         longest = max(call.lengths)
         k, v = (state[name][call.rows, :longest] for name in ("keys", "values"))

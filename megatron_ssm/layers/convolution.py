@@ -19,9 +19,6 @@ class Convolution(TrackedModule):
     Args:
         channels: {field: this rank's number of channels}.
         kernel: The number of taps K.
-        bias: True for a convolution with a bias.
-        ranks: The tensor-parallel ranks.
-        dtype, device: The dtype and device of the parameters.
         shared, pieces: See `Packed`.
     """
 

@@ -66,11 +66,8 @@ def capture(
     The capture itself computes nothing. Threads capture one after the other. Meanwhile, other threads may launch work on the
     GPU, but `torch.cuda.synchronize` would fail, and the capture with it.
 
-    Args:
-        step: The function.
-        device: The GPU.
-        streams: {device: stream for captures}; a missing stream is added. Libraries keep data per stream, so reuse them.
-        pool: The memory pool of another living graph, to be shared.
+    streams: {device: stream for captures}; a missing stream is added. Libraries keep data per stream, so reuse them. pool:
+    the memory pool of another living graph, to be shared.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     with _CAPTURING, torch.cuda.device(device):
@@ -185,12 +182,9 @@ def _keys_read(longest: int, capacity: int | None) -> int:
 
 
 class _RowGraphs:
-    """The graphs for some rows of a cache.
+    """The graphs for some rows of a cache: {number of keys: (graph, logits, counter of the bytes that the graph sends)}.
 
-    Attributes:
-        device: The device of the model.
-        can_capture: True if the steps of the model can be captured.
-        graphs_by_keys: {number of keys: (graph, logits, counter of the bytes that the graph sends)}.
+    can_capture: True if the steps of the model can be captured.
     """
 
     def __init__(self, model: Any, cache: Cache):
@@ -213,7 +207,6 @@ class _RowGraphs:
         )
 
     def is_for(self, cache: Cache) -> bool:
-        """Return True if the graphs are for these rows of this cache."""
         return self._rows == cache.rows and self._layout() is cache.layout
 
     def logits(self, model: Any, ids: Tensor, cache: Cache, keys: int, capture: Callable) -> Tensor:

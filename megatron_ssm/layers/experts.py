@@ -29,7 +29,6 @@ class ExpertsSpec(Spec):
 
     Attributes:
         hidden_size: The size of the input and the output.
-        router: The router.
         channels: The inner dimension of an expert.
         activation: A name of `mlp.ACTIVATIONS`.
         gated: True if there is a gate projection.
@@ -194,7 +193,6 @@ class Experts(Operator):
         return self.fc1(x) if self.spec.latent else x, logits
 
     def mix(self, projected: tuple[torch.Tensor, torch.Tensor], call: Call, state: State | None = None) -> Partial:
-        """See `Operator`. projected: The result of `project`."""
         x, logits = projected
         weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
         if call.routing is not None:

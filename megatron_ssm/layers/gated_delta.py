@@ -56,10 +56,8 @@ class GatedDeltaSpec(Spec):
 
     Attributes:
         hidden_size: The size of the input and the output.
-        key_heads, value_heads: The number of key heads and of value heads.
         key_dim, value_dim: The size of a key and of a value; the state of a value head is (key_dim, value_dim).
         conv_kernel: The number of taps of the convolution.
-        norm_eps: The eps of the norm.
         max_beta: The factor in beta = max_beta * sigmoid(b).
         files: The layout in checkpoint files, a key of FILES.
         dt_range: (smallest dt, largest dt, floor) for the initialization of dt_bias; None: ones.

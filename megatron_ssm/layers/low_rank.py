@@ -67,8 +67,6 @@ class LowRank(TrackedModule):
         inputs: This rank's columns of A.
         rows: This rank's rows of B for each field of the layer.
         scale: The constant that multiplies the product.
-        ranks: The tensor-parallel ranks.
-        dtype, device: The dtype and device of the parameters.
         shared, pieces: See `Packed`.
     """
 
@@ -114,7 +112,6 @@ class Adapters(nn.ModuleDict):
 
 
 def adapter_of(adapters: Adapters | None, name: str) -> Product | None:
-    """The low-rank product that is added to a linear layer, or None."""
     return adapters[name] if adapters is not None and name in adapters else None
 
 

@@ -54,7 +54,6 @@ class Mamba1Spec(Spec):
         channels: The number of inner channels.
         state_size: N; the state of a channel has N elements.
         conv_kernel: The number of taps of the convolution.
-        dt_rank: The rank of dt.
         heads: The number of heads; each has its own x_proj.
         bias, conv_bias: True if in_proj and out_proj have biases, and if the convolution has one.
         inner_norm_eps: The eps of the norms of dt, B and C; None: no norms.
@@ -298,5 +297,4 @@ class MambaMixer(Operator):
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenation of the channels of several heads; a single head is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)

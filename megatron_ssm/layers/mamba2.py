@@ -56,9 +56,7 @@ class Mamba2Spec(Spec):
 
     Attributes:
         hidden_size: The size of the input and the output.
-        heads, head_dim: The number of heads and the size of a head.
         state_size: N; the state of a head is (N, head_dim).
-        groups: The number of groups.
         conv_kernel: The number of taps of the convolution.
         norm_eps: The eps of the gated norm.
         bias, out_bias: True if in_proj has a bias, and if out_proj has one; None: as in_proj.
@@ -256,7 +254,6 @@ class Mamba2Mixer(Operator):
         return Lowered(out, squares, self.out_proj.bias, self.group_channels, self.eps)
 
     def _finished(self, out: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """out * 1/sqrt(mean square + eps) of each token."""
         return out * torch.rsqrt(squares / self.group_channels + self.eps)
 
     def _scanned(self, projected, call: Call, cache: State | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,6 @@ from .tape_builder import Buffer, Builder
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2."""
     return F.relu(x).square()
 
 
@@ -60,7 +59,6 @@ class MlpSpec(Spec):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the projections into the MLP."""
         return ("gate", "up") if self.gated else ("up",)
 
     def fields(self) -> Iterator[Field]:

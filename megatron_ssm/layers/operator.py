@@ -194,7 +194,7 @@ def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -
 
 
 def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> None:
-    """y += scale * (x down^T) up^T on a tape, with the product in the factors' dtype (see `operators.low_rank`)."""
+    """y += scale * (x down^T) up^T on a tape, with the product in the factors' dtype (see `layers.low_rank`)."""
     wide = x if x.dtype is down.dtype else tape.converted(x, down.dtype)
     low = tape.matmul(wide, down)
     product = tape.matmul(low, up)
@@ -240,7 +240,6 @@ def sum_of(
 
     Args:
         partials: The output of `mix` of each operator.
-        ranks: The tensor-parallel ranks.
         scales: The scale of each output; by default 1.
         keep_for_recomputation: True to store the sum, because recomputation of later operations needs it.
     """

@@ -145,7 +145,6 @@ class Routing:
 
 
 def _summed(tensor: Tensor, operator: Any) -> Tensor:
-    """The sum over the context ranks."""
     context = operator.context
     return tensor if context is None else collectives.all_reduce(tensor, context.group, context.counter)
 

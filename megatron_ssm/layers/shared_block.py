@@ -67,7 +67,6 @@ class SharedBlockSpec(Spec):
         return SharedBlock(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
-        """Nothing: the sizes are those of the invocations; see `SharedBlockInvocationSpec`."""
         return Sizes()
 
 
@@ -166,11 +165,8 @@ class Adapter(TrackedModule):
 
     Args:
         in_features: The size of the input.
-        rank: The rank of the adapter.
         downs: The names of the low-rank activations: one for each field, or one for all fields.
         rows: This rank's rows of each field of the layer.
-        ranks: The tensor-parallel ranks.
-        dtype, device: The dtype and device of the parameters.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ssm.kernels.arguments import address
 from megatron_ssm.kernels.experts import FORMS, Router
 from megatron_ssm.kernels.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
 from megatron_ssm.kernels.products import columns_of
@@ -58,13 +57,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce of a buffer.
+    """An all-reduce of a buffer, `part`, over `parallel.ranks.Ranks`.
 
-    Attributes:
-        ranks: The `parallel.ranks.Ranks` whose summands are added.
-        part: This rank's summand.
-        columns: A second buffer, which the same message sums without rounding to the wire format; or None.
-        is_exact: True to sum in at least fp32, and not in the model's wire format.
+    columns: A second buffer, which the same message sums without rounding to the wire format; or None. is_exact: True to sum
+    in at least fp32, and not in the model's wire format.
     """
 
     ranks: Any
@@ -98,7 +94,6 @@ class Builder:
         tensors: The tensors whose addresses are in the tape.
         products: (dtype of the matrix, dtype of x, columns, has_gaps) of each product for which C needs a kernel (see
             `products.has_kernel`).
-        arena_bytes_per_row: The bytes of the arena per row.
         has_experts: True if a layer has routed experts.
         path: The path of the operator that is being written.
     """
@@ -180,7 +175,10 @@ class Builder:
             if isinstance(value, Buffer):
                 value = value.view
             elif isinstance(value, Tensor):
-                value = self._address(value)
+                if not value.is_cpu or not value.is_contiguous():
+                    raise NotLowered("a tensor that is not contiguous, or not on the CPU")
+                self.tensors.append(value)
+                value = value.data_ptr()
             if name in ("n", "f"):
                 getattr(op, name)[: len(value)] = value
             elif value is not None:
@@ -189,14 +187,7 @@ class Builder:
         self.names.append(f"{self.path} {kind} {detail}".strip())
         return op
 
-    def _address(self, tensor: Tensor) -> int | None:
-        if not tensor.is_cpu or not tensor.is_contiguous():
-            raise NotLowered("a tensor that is not contiguous, or not on the CPU")
-        self.tensors.append(tensor)
-        return address(tensor)
-
     def _check_typed(self, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
-        """Raise NotLowered unless all tensors have the dtype, by default that of activations."""
         if not usable(torch.empty(0, dtype=dtype or self.dtype), *tensors):
             raise NotLowered("tensors of several dtypes")
 
@@ -242,7 +233,6 @@ class Builder:
         return y
 
     def scale(self, x: Buffer, factor: float) -> None:
-        """x *= factor, rounded to x's dtype."""
         if factor != 1.0:
             self._add("convert", x=x, y=x, from_type=TYPES[x.dtype], type=TYPES[x.dtype], n=(x.width,), f=(factor,))
 
@@ -291,11 +281,8 @@ class Builder:
     def head_matmuls(self, x: Buffer, y: Buffer, weight: Tensor, out: int, inputs: int, steps: Sequence[int]) -> None:
         """y = x W^T for each head, which has its own columns of x and y and its own rows or columns of W.
 
-        Args:
-            x, y: The input and the output.
-            weight: The matrix of all heads.
-            out, inputs: The size of the matrix of a head.
-            steps: (heads, stride of heads in W, in x, in y, stride of rows in W), strides in elements.
+        out, inputs: The size of the matrix of a head. steps: (heads, stride of heads in W, in x, in y, stride of rows in W),
+        in elements.
         """
         self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight, has_gaps=steps[0] > 1), n=(out, inputs, *steps))
 
@@ -332,7 +319,7 @@ class Builder:
         self, x: Buffer, dt: Buffer, A_log: Tensor, D: Tensor, heads: int, head_dim: int, groups: int, state: int,
         may_round: bool,
     ) -> Buffer:  # fmt: skip
-        """`ops.scan.ssd`. x: a buffer with the columns [x | B | C]; the recurrent state is the tensor "state"."""
+        """`kernels.scan.ssd`. x: a buffer with the columns [x | B | C]; the recurrent state is the tensor "state"."""
         self._check_float32(A_log, D)
         if state > LARGEST_STATE:
             raise NotLowered("a large state")
@@ -344,7 +331,7 @@ class Builder:
         self, x: Buffer, dt: Buffer, gate: Buffer, parameters: SumResult, A_log: Tensor, D: Tensor, dt_bias: Tensor,
         heads: int, rank: int, state: int,
     ) -> Buffer:  # fmt: skip
-        """`ops.scan.selective_scan`, with the state `state`.
+        """`kernels.scan.selective_scan`, with the state `state`.
 
         Args:
             x, dt, gate: The inputs, one column per channel.
@@ -378,7 +365,7 @@ class Builder:
         return y
 
     def gated_delta(self, x: Buffer, rates: Buffer, key_heads: int, heads: int, size: int, width: int) -> Buffer:
-        """`ops.gated_delta.gated_delta` of x, [q | k | v], and rates, [beta | g], with the state `state`.
+        """`kernels.gated_delta.gated_delta` of x, [q | k | v], and rates, [beta | g], with the state `state`.
 
         key_heads, heads: The number of key heads and of value heads. size, width: The size of a key and of a value.
         """
@@ -419,15 +406,9 @@ class Builder:
         self, x: Buffer, summed: SumResult, biases: Sequence[Tensor] = (), scales: tuple[float, float] = (1.0, 1.0),
         group: int = 1, eps: float = 0.0,
     ) -> Buffer:  # fmt: skip
-        """x + r (o sum + biases), in place.
+        """x + r (o sum + biases), in place, with (r, o) = `scales` and at most two biases.
 
-        Args:
-            x: The residual stream.
-            summed: The sum. If it has exact columns, it is divided by sqrt(columns / group + eps).
-            biases: At most two biases.
-            scales: r and o.
-            group: The number of channels that a column covers.
-            eps: The number that is added to the mean of squares.
+        A sum with exact columns is divided by sqrt(columns / group + eps); a column covers `group` channels.
         """
         fields: dict[str, Any] = dict(sum=summed.number, n=(x.width, group), f=(*scales, eps), **self._biases(biases))
         self._add("residual", x=x, y=x, from_type=TYPES[x.dtype], **fields)
@@ -453,17 +434,13 @@ class Builder:
         return y
 
     def score(self, x: Buffer, score: Buffer) -> None:
-        """x *= sigmoid(score), one number per row."""
         self._add("score", x=x, y=x, z=score, n=(x.width,))
 
     def route(self, logits: Buffer, router: Router, correction: Tensor | None, first: int = 0) -> Buffer:
         """[indices | weights] of the experts that each token chooses.
 
-        Args:
-            logits: The logits of the router.
-            router: The router.
-            correction: The bias of `Router.route` in float32, or None.
-            first: The index of this rank's first expert, which becomes 0.
+        correction: the bias of `Router.route` in float32, or None. first: the index of this rank's first expert, which
+        becomes 0.
         """
         if router.experts > MOST_EXPERTS:
             raise NotLowered(f"more than {MOST_EXPERTS} experts")
@@ -477,16 +454,10 @@ class Builder:
     def experts(
         self, x: Buffer, routes: Buffer, count: int, chosen: int, up: Any, down: Any, activation: str, gated: bool
     ) -> Buffer:
-        """The weighted sum of the outputs of this rank's chosen experts.
+        """The weighted sum of the outputs of this rank's `count` experts, of which a token chooses `chosen`.
 
-        Args:
-            x: The input of the experts.
-            routes: The result of `route`.
-            count: The number of experts on this rank.
-            chosen: The number of experts that a token chooses.
-            up, down: The matrices of `ops.experts.apply_experts`.
-            activation: A name of ACTIVATIONS, or "swish".
-            gated: True if up has the rows of a gate.
+        up, down: The matrices of `kernels.experts.apply_experts`; with `gated`, up has the rows of a gate. activation: a
+        name of ACTIVATIONS, or "swish".
         """
         number, size, channels = self._activation(activation), x.width, down.shape[1]
         width = up.shape[0] // count
@@ -518,13 +489,12 @@ class Builder:
         return y
 
     def stop(self, function: Callable, detail: str) -> None:
-        """Stop the tape and call function(call) in Python, with a `run.BoundCall`."""
         self._add("stop", detail)
         self.stops[len(self.ops) - 1] = function
 
 
 def rotary_table(theta: float, size: int, dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """A function length -> [cosines | sines] (length, size) of the angles of `operators.attention.rotate`."""
+    """A function length -> [cosines | sines] (length, size) of the angles of `layers.attention.rotate`."""
 
     def table(length: int) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)

@@ -9,14 +9,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commfabric.collectives.counted import Counter
 from commfabric.native.library import SIZE
 from megatron_ssm.kernels import kernels, products
+from megatron_ssm.kernels.arguments import address
+from megatron_ssm.parallel.ranks import Ranks
 
 from .tape_builder import AllReduce, Buffer, Builder
-from .tape_operations import NO_MEMORY, STOPPED, UNUSUAL, Op, Slot, Sum, Tape
-from .tape_sums import SentInC, TapeSum
+from .tape_operations import IN_C, IN_PYTHON, NO_MEMORY, ONE_RANK, STOPPED, SUM_IN_PYTHON, UNUSUAL, Op, Slot, Sum, Tape
 
 CACHES = 4  # the most caches whose addresses a call remembers
+
+
+class TapeSum:
+    """An all-reduce of a buffer, this rank's summand `part`, which the sum overwrites.
+
+    squares: A second summand, which the same message sums exactly; or None. is_exact: sum in at least fp32, and not in the
+    model's wire format. `struct` is C's `Sum`, and `sum_in_c` the all-reduce that C computes in shared memory, or None.
+    """
+
+    def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
+        self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
+        tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
+        self.sum_in_c = None if is_alone else ranks.sum_in_c(tensors, "fp32" if is_exact else None)
+        done_by = ONE_RANK if is_alone else IN_PYTHON if self.sum_in_c is None else IN_C
+        self.struct = Sum(total=address(part), squares=address(squares), done_by=done_by)
+        if c := self.sum_in_c:
+            struct = self.struct
+            struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
+
+    def finish(self, code: int) -> None:
+        """Finish an all-reduce for which C returned `code`.
+
+        For SUM_IN_PYTHON, compute it here. Any other code is one of the shared memory: wait for the other ranks, or raise an
+        error.
+        """
+        if code != SUM_IN_PYTHON:
+            assert self.sum_in_c is not None  # without it, C returns no other code
+            return self.sum_in_c.memory.wait(code)
+        ranks, part, squares = self._ranks, self._part, self._squares
+        assert ranks.group is not None  # one rank has no all-reduce
+        if callable(ranks.format) and not self._is_exact:
+            part = part.clone()  # the user's function may keep it
+        if self._is_exact:
+            whole = ranks.all_reduce_exact(part, ranks.group)
+        elif squares is None:
+            whole = ranks.all_reduce_in_format(part, ranks.group)
+        else:
+            whole, columns = ranks.reduce_beside(part, squares, ranks.group)
+            squares.copy_(columns)
+        self._part.copy_(whole)
+
+
+class SentInC:
+    """The messages of the all-reduces that C computes in one call."""
+
+    def __init__(self, sums: Sequence[TapeSum]):
+        in_c = [tape_sum.sum_in_c for tape_sum in sums if tape_sum.sum_in_c is not None]
+        self._memories, self._counter = {one.memory for one in in_c}, in_c[0].counter if in_c else None
+        self._sent = Counter()
+        for one in in_c:
+            self._sent.add("all_reduce", one.nbytes, one.sent)
+
+    def check(self) -> None:
+        """Raise an error if another rank has failed. Called before the call of C."""
+        for memory in self._memories:
+            memory.check()
+
+    def count(self) -> None:
+        """Add the sent bytes to the counter. Called after the call of C."""
+        if self._counter is not None:
+            self._counter.include(self._sent)
 
 
 @dataclass(frozen=True)
@@ -36,7 +99,6 @@ class FinishedTape:
         x: The input of the layers, hidden states.
         embeddings: The second input of the layers, for shared blocks; or None.
         logits_width: The number of logits of a token.
-        vocabulary: The size of the vocabulary.
         out: The output of the layers; None if they overwrite x.
     """
 
@@ -89,16 +151,13 @@ class FinishedTape:
         self._tables = list(tables.values())
 
     def describe(self) -> str:
-        """The operations, one in each line."""
         return "\n".join(f"{number:4} {name}" for number, name in enumerate(self.builder.names))
 
 
 class BoundCall:
-    """A tape with buffers for `tokens` tokens of each of `batch` sequences; an `operators.state.Pending`.
+    """A tape with buffers for `tokens` tokens of each of `batch` sequences; a `layers.state.Pending`.
 
-    Attributes:
-        cache: The cache of the last `bind`, until the run ends.
-        call: The `operators.call.Call`, if the tape stops for operators in Python, until the run ends.
+    `cache`, of the last `bind`, and `call`, if the tape stops for operators in Python, are held until the run ends.
     """
 
     def __init__(self, tape: FinishedTape, batch: int, tokens: int):
@@ -212,15 +271,14 @@ class BoundCall:
         self.struct.ids, self.struct.logits = ids.data_ptr(), logits.data_ptr()
         return None if self.run(section) else logits
 
-    # The methods of `operators.state.Pending`, which `Cache.accept` calls after a speculative call
+    # The methods of `layers.state.Pending`, which `Cache.accept` calls after a speculative call
 
     def check(self, cache: Any) -> None:
-        """See `Pending`."""
+        """RuntimeError if tensors of the model or of the cache have moved since the call."""
         if cache.layout.version != self.version or not self.tape.has_addresses():
             raise RuntimeError(
                 "accept() failed: tensors of the model or the cache were reallocated since speculative_logits()"
             )
 
     def advance(self, cache: Any, counts: Sequence[int]) -> None:
-        """See `Pending`. Advances all states."""
         kernels.raise_if_failed(kernels.functions().keep_tokens(self.address, (SIZE * len(counts))(*counts)))

@@ -197,7 +197,6 @@ def _embedding(builder: Builder, model: Any, kind: str) -> tuple[Buffer, Buffer 
 
 
 def _embedded(builder: Builder, model: Any) -> Buffer:
-    """Write the scaled embeddings; see `Model.embedded`."""
     layer, scale = model.embeddings, model.config.embedding_scale
     check_plain(layer)
     embeddings = builder.embed(layer.weight, layer.start, layer.stop - layer.start, model.config.hidden_size)

@@ -60,14 +60,9 @@ class Layer(TrackedModule):
         shared: Any = (),
         embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (batch, seq, hidden) -> the same shape.
+        """x (batch, seq, hidden) -> the same shape. Reads and updates states, {name of an operator: its state}.
 
-        Args:
-            x: The residual stream.
-            call: The tokens of the call.
-            states: {name of an operator: its state}. States are read and updated.
-            shared: The shared blocks of the model.
-            embeddings: The second input of shared blocks, (batch, seq, hidden).
+        embeddings: The second input of shared blocks, (batch, seq, hidden).
         """
         for unit in self.units:
             x = self._unit(unit, x, call, states or {}, shared, embeddings)
@@ -76,14 +71,10 @@ class Layer(TrackedModule):
     def lower(
         self, tape: Builder, path: str, x: Buffer, embeddings: Buffer | None, shared: Sequence[SharedBlock]
     ) -> None:
-        """Write the operations of the layer to a tape. Raises NotLowered if C does not support an operator.
+        """Write the operations of the layer to a tape, which updates the residual stream x in place.
 
-        Args:
-            tape: The tape.
-            path: The prefix of the paths of the operators, as in `Cache.states`.
-            x: The residual stream, which is updated in place.
-            embeddings: The second input of shared blocks, or None.
-            shared: The shared blocks of the model.
+        path: the prefix of the paths of the operators, as in `Cache.states`. embeddings: the second input of shared blocks,
+        or None. Raises NotLowered if C does not support an operator.
         """
         check_plain(self)
         for unit in self.units:

@@ -13,7 +13,6 @@ from megatron_ssm.layers.families import FAMILIES
 from megatron_ssm.layers.low_rank import Adapters, LowRank
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.spec.fields import Field
-from megatron_ssm.spec.stack import Stack
 
 from .initialization import draw, field_generator
 from .lora import Lora, Target, find_modules, lora_fields, lora_targets
@@ -82,7 +81,6 @@ def attach_lora(model: Model, lora: Lora) -> None:
 
 
 def _low_rank(target: Target, lora: Lora, model: Model) -> LowRank:
-    """The module of one adapter, with uninitialized parameters."""
     ranks: Ranks = model.ranks
     down, *ups = target.fields(lora.rank)
     rows = {target.part_name(field): field.local_shape(ranks.rank, ranks.size)[0] for field in ups}
@@ -126,7 +124,8 @@ def merge_lora(model: Model) -> None:
         raise ValueError("the model has no LoRA adapters to merge")
     targets, weights = lora_targets(model.config), dict(model.named_parameters())
     names = [field.name for module in model.lora.modules for field in targets[module].weights]
-    if repeated := [name for name in names if name.startswith("shared.") and _is_reused(model.config, name)]:
+    shared = [name for name in names if name.startswith("shared.")]
+    if repeated := [name for name in shared if len(model.config.uses(int(name.split(".")[1]))) > 1]:
         raise ValueError(f"{repeated[0]} is shared by several layers with different adapters, so they cannot be merged")
     for module in model.lora.modules:
         target = targets[module]
@@ -136,11 +135,6 @@ def merge_lora(model: Model) -> None:
         for part, rows in zip(parts, product.split([len(part) for part in parts]), strict=True):
             part.add_(rows)
     remove_lora(model)
-
-
-def _is_reused(config: Stack, name: str) -> bool:
-    """Return True if several layers invoke the shared block of a field `name`, which is shared.BLOCK...."""
-    return len(config.uses(int(name.split(".")[1]))) > 1
 
 
 def remove_lora(model: Model) -> None:

@@ -40,14 +40,13 @@ def schedule_of(
         name: ring, all-gather, ulysses, usp (pairs of ranks divide the heads), 2d (the most square grid), 3d (usp on this
             grid), auto, or search.
         group: The context-parallel ranks.
-        config: The model.
         tensor_ranks: The number of tensor-parallel ranks.
         seq, batch: The number of tokens of a sequence, and of sequences on each rank.
         training: Count the bytes of forward and backward, instead of those of forward only.
         fabric: The measured links of the ranks; None compares bytes.
 
     Raises:
-        ValueError: The name is unknown, or the schedule does not fit the number of ranks.
+        ValueError: The schedule does not fit the number of ranks.
     """
     ranks = group.size()
     if name in ("auto", "search") and config.attentions:
@@ -60,8 +59,6 @@ def schedule_of(
         )
     grids = named_grids(ranks)
     grids |= {"auto": grids["ring"], "search": grids["ring"]}
-    if name not in grids:
-        raise ValueError(f"unknown schedule {name!r}: expected auto, search, ring, all-gather, ulysses, usp, 2d or 3d")
     rows, cols, ulysses, overlap = grids[name]
     return Attention2D(group, rows, cols, ulysses, overlap=overlap)
 
@@ -145,8 +142,6 @@ def check_schedule(
     The tensor-parallel, data-parallel and context-parallel groups of this rank may have no other rank in common.
 
     Args:
-        schedule: The schedule, or None.
-        config: The model.
         group: The tensor-parallel ranks.
         data_group: The data-parallel ranks.
         exchange_channels: True if each context rank computes some channels (or heads) for all tokens.

@@ -34,10 +34,8 @@ class DraftHead(TrackedModule):
     """The module of a `stack.DraftHead`. It shares the embeddings and the head of the model.
 
     The input columns of its projection are split over the tensor-parallel ranks, and its layer is split like those of the
-    model. Forward sends the sum of the projection, and the sums of the layer.
-
-    Attributes:
-        vocabulary: This rank's rows of the model's head in 4 bits, or None; see `copy_vocabulary`.
+    model. Forward sends the sum of the projection, and the sums of the layer. `vocabulary` has this rank's rows of the
+    model's head in 4 bits, or is None; see `copy_vocabulary`.
     """
 
     vocabulary: QuantizedMatrix | None
@@ -55,7 +53,6 @@ class DraftHead(TrackedModule):
         self.register_module("vocabulary", None)
 
     def new_states(self, batch: int) -> dict[str, State]:
-        """The keys and values of `batch` sequences, for the cache of the model."""
         modules: dict[str, Any] = dict(self.layer.named_children())
         return {PATH + name: modules[name].new_state(batch) for name in self.layer.names_with_state}
 

@@ -75,5 +75,4 @@ def training_flops(config: Stack, seq: int, adapter_elements: int = 0) -> float:
 
 
 def known_peak(device_name: str) -> float | None:
-    """The bf16 TFLOP/s of a GPU with this name; None if unknown."""
     return next((peak for part, peak in BF16_TFLOPS.items() if part in device_name), None)

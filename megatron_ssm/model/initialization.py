@@ -43,7 +43,6 @@ def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
 
 
 def field_generator(field: Field, seed: int) -> torch.Generator:
-    """The generator of the initial values of a field."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
 
 
@@ -51,15 +50,10 @@ def draw(
     field: Field, layers: int, generator: torch.Generator | None = None, draws: Mapping[str, str] = NO_REPLACEMENTS,
     std: float = 0.02,
 ) -> torch.Tensor:  # fmt: skip
-    """The initial values of a whole field, in at least fp32.
+    """The initial values of a whole field, in at least fp32. generator: None for torch's default one.
 
-    Args:
-        field: The field.
-        layers: The number of layers of the model.
-        generator: The generator; None for torch's default one.
-        draws: {an initialization in `Field.init`: the one that replaces it}; see `Stack.draws`.
-        std: The standard deviation of the initialization "normal", and of "scaled_normal" before it is divided by the square
-            root of the layers.
+    draws: {an initialization in `Field.init`: the one that replaces it}; see `Stack.draws`. std: the standard deviation of
+    "normal", and of "scaled_normal" before it is divided by the square root of the layers.
     """
     kind = draws.get(field.init, field.init)
     if kind == "normal":

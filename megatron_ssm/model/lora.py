@@ -1,7 +1,7 @@
 """LoRA adapters as data: the linear layers of a stack that may have adapters, and the fields of the adapters.
 
 An adapter belongs to one linear layer of Hugging Face's model, such as backbone.layers.0.mixer.in_proj. In a hybrid model,
-each layer that invokes a shared block has its own adapters for the block, as in PEFT. `operators.low_rank` describes how
+each layer that invokes a shared block has its own adapters for the block, as in PEFT. `layers.low_rank` describes how
 adapters are split over ranks.
 """
 
@@ -18,13 +18,9 @@ NOT_TRAINED = "dt_proj"
 
 @dataclass(frozen=True)
 class Lora:
-    """The adapters of a model.
+    """The adapters of a model; `rank`, `alpha` and `rank_stabilized` are PEFT's r, lora_alpha and use_rslora.
 
-    Attributes:
-        rank: The rank of every adapter (r in PEFT's configuration).
-        alpha: The numerator of the scale (lora_alpha).
-        modules: Hugging Face's names of the linear layers that have an adapter.
-        rank_stabilized: True for the scale alpha / sqrt(rank) instead of alpha / rank (use_rslora).
+    modules: Hugging Face's names of the linear layers that have an adapter.
     """
 
     rank: int
@@ -34,7 +30,6 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The constant that multiplies the product of each adapter."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
 
@@ -42,10 +37,8 @@ class Lora:
 class Target:
     """A linear layer that may have an adapter.
 
-    Attributes:
-        module: Hugging Face's name of the layer.
-        owner: The path of our module that holds the adapter.
-        weights: The fields of the layer's weight; more than one if our model splits the weight into parts.
+    module: Hugging Face's name of the layer. owner: the path of our module that holds the adapter. weights: the fields of
+    the layer's weight; more than one if our model splits the weight into parts.
     """
 
     module: str
@@ -54,7 +47,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The last part of Hugging Face's name."""
         return self.module.rpartition(".")[2]
 
     @property
@@ -79,7 +71,6 @@ class Target:
         return [down, *ups]
 
     def part_name(self, field: Field) -> str:
-        """The name of a part of the weight: the last part of the name of its field."""
         return field.name.rpartition(".")[2]
 
 
@@ -129,12 +120,8 @@ def lora_fields(config: Stack, lora: Lora | None) -> list[Field]:
 def find_modules(config: Stack, targets: Iterable[str]) -> tuple[str, ...]:
     """Hugging Face's names of the linear layers that `targets` name, in the order of the model.
 
-    Args:
-        config: The model.
-        targets: Whole names, or last parts of names (in_proj, q_proj, ...).
-
-    Raises:
-        ValueError: The model does not have a target, or there are no targets.
+    targets: Whole names, or last parts of names (in_proj, q_proj, ...). ValueError if the model does not have one, or for
+    none.
     """
     known = {name: target for name, target in lora_targets(config).items() if target.name != NOT_TRAINED}
     requested, last_parts = set(targets), {target.name for target in known.values()}

@@ -31,34 +31,15 @@ def cross_entropy(
             tokens after the labels are padding.
         head: The language-model head.
         labels: (batch, seq).
-        ranks: The tensor-parallel ranks.
         scale: The constant that multiplies the logits.
     """
-    vocabulary = range(head.start, head.stop)
+    is_local, index = _local_labels(labels, range(head.start, head.stop))
     if labels.numel() * head.width <= LARGE_LOGITS:
         local = head.logits(x)[:, : labels.shape[1]]
-        return vocabulary_parallel_cross_entropy(local if scale == 1.0 else local * scale, labels, vocabulary, ranks)
-    is_local, index = _local_labels(labels, vocabulary)
-    with as_input(x.to(head.weight.dtype), ranks) as whole:
-        log_sum, label_logit = _InPieces.apply(whole, head.weight, index, scale)
-    return _nats(log_sum, label_logit, is_local, ranks)
-
-
-def vocabulary_parallel_cross_entropy(
-    local: torch.Tensor, labels: torch.Tensor, vocabulary: range, ranks: Ranks
-) -> torch.Tensor:
-    """`cross_entropy` of this rank's slice of the logits.
-
-    The log-sum-exps of the slices are shifted by the largest one before they are added.
-
-    Args:
-        local: (batch, seq, width), the slice of the logits.
-        labels: (batch, seq).
-        vocabulary: The token ids of the slice.
-        ranks: The tensor-parallel ranks.
-    """
-    is_local, index = _local_labels(labels, vocabulary)
-    log_sum, label_logit = _LogSumAndLabel.apply(local, index)
+        log_sum, label_logit = _LogSumAndLabel.apply(local if scale == 1.0 else local * scale, index)
+    else:
+        with as_input(x.to(head.weight.dtype), ranks) as whole:
+            log_sum, label_logit = _InPieces.apply(whole, head.weight, index, scale)
     return _nats(log_sum, label_logit, is_local, ranks)
 
 

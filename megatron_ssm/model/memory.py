@@ -7,7 +7,7 @@ A prefill of a whole batch at once, with prompts of equal length and without gra
 - weights: all parameters, split as their `Field`s specify.
 - cache: for each sequence the states of all operators, and the keys and values of its tokens.
 - tokens: batch * prompt.
-- stages: the bytes per token of activations at each stage of a layer (`Memory.stages`, from `stack.sizes.Sizes`).
+- stages: the bytes per token of activations at each stage of a layer (`Memory.stages`, from `spec.sizes.Sizes`).
 - logits: those of one position of each sequence.
 
 If the C tape reads a prompt through several layers in one call, less memory is needed: only the input and the output of
@@ -217,14 +217,7 @@ class Memory:
 
 @lru_cache
 def experts_read(experts: int, chosen: int, ranks: int, tokens: int) -> float:
-    """The number of experts that the busiest expert-parallel rank reads, averaged over random choices.
-
-    Args:
-        experts: The number of experts.
-        chosen: The number of experts that a token chooses.
-        ranks: The number of expert-parallel ranks.
-        tokens: The number of tokens.
-    """
+    """The number of experts that the busiest of `ranks` ranks reads, averaged over random choices of the tokens."""
     generator, per_rank, counts = random.Random(0), experts // ranks, []
     for _ in range(max(1, CHOICES // tokens)):
         read = {expert for _ in range(tokens) for expert in generator.sample(range(experts), chosen)}
@@ -233,7 +226,6 @@ def experts_read(experts: int, chosen: int, ranks: int, tokens: int) -> float:
 
 
 def _bytes_of_row(columns: int, bits: int) -> int:
-    """Bytes of a row of a quantized matrix, with its scales."""
     return columns * bits // 8 + columns // BLOCK * 4
 
 

@@ -29,6 +29,7 @@ from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.token_sharding import KeyValuePlacement, TokenSharding
 from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
+from megatron_ssm.spec.fields import divides
 from megatron_ssm.spec.stack import Stack
 
 from .context import check_length, check_schedule, context_ranks
@@ -36,7 +37,7 @@ from .draft_head import DraftHead
 from .lora import Lora, lora_fields
 from .loss import cross_entropy
 from .parameters import attach_fields
-from .token_ids import can_be_sharded, check_ids, check_inputs, check_sequence_parallel, pad_to_multiple
+from .token_ids import can_be_sharded, check_ids, check_inputs, pad_to_multiple
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Model(TrackedModule):
         context_ranks: The context-parallel ranks, or None if there is only one.
         draft_head: The layer that guesses tokens (see `load`), or None.
         directory: The directory from which the model was loaded, or None.
-        routing: The object to which routers of experts report in `loss` (see `operators.routing`), or None.
+        routing: The object to which routers of experts report in `loss` (see `layers.routing`), or None.
         lora: The LoRA adapters, or None.
         weights: "int8" or "int4" if the matrices are quantized, so that the model can only generate; otherwise None.
         graphs: True if CUDA graphs may decode tokens. A failed capture sets it to False.
@@ -125,7 +126,6 @@ class Model(TrackedModule):
         self.attach_fields()
 
     def __deepcopy__(self, memo: dict) -> "Model":
-        """A copy with its own parameters and the same process groups."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         memo[id(self.data_group)] = self.data_group
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -357,10 +357,6 @@ class Model(TrackedModule):
         call = self._describe(input_ids, None, cache, cache.lengths[cache.rows].tolist(), True, None)
         return replace(call, speculative=speculative)
 
-    def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
-        """The logits of a decoding step by a CUDA graph, or None if no graph can compute this step."""
-        return self._graphs.logits(self, input_ids, mask, cache)
-
     def _call(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
     ) -> torch.Tensor:
@@ -380,7 +376,7 @@ class Model(TrackedModule):
         is_decoding, local, new_per_rank = kind.speculative, None, None
         if cache is not None and sharding is None and not kind.prompt and not is_decoding and input_ids.shape[1] == 1:
             is_decoding = all(length > 0 for length in lengths)
-            local = self.captured_logits(input_ids, mask, cache) if is_decoding else None
+            local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None  # by a CUDA graph
         if local is None:
             call = self._describe(input_ids, mask, cache, lengths, is_decoding, sharding)
             new_per_rank = None if call.placement is None else call.placement.new_per_rank
@@ -427,7 +423,9 @@ class Model(TrackedModule):
         if context is None:
             return mask, None
         if self.ranks.sequence_parallel:
-            check_sequence_parallel(tokens, self.ranks.size, keep)
+            divides(tokens, self.ranks.size, "tokens on each context rank", "sequence-parallel ranks")
+            if keep:
+                raise ValueError(f"logits_to_keep={keep} is not supported with sequence_parallel=True on context ranks")
         if mask is not None:
             raise ValueError("attention_mask has zeros, which context parallelism does not support")
         if (cache is not None or keep) and torch.is_grad_enabled():
@@ -616,9 +614,7 @@ class Model(TrackedModule):
         """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens. Raises the errors of `loss`."""
         if torch.is_grad_enabled():
             self.check_exact_weights("trained")
-        if not torch.is_tensor(labels):
-            raise ValueError(f"labels must be a tensor (batch, seq), not {type(labels).__name__}")
-        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
+        if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
         context, padding = self.context_ranks, 0
         if self.ranks.sequence_parallel and context is not None:  # each block is padded to a multiple of the ranks

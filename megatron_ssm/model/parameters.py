@@ -9,13 +9,9 @@ from megatron_ssm.spec.fields import Field
 
 
 def attach_fields(model: nn.Module, fields: Iterable[Field], part: Sequence[int], is_complete: bool) -> None:
-    """Set the attributes of `attach_field` on each parameter of a model.
+    """Set the attributes of `attach_field` on each parameter of a model. fields: those of the model and of its adapters.
 
-    Args:
-        model: The model.
-        fields: The fields of the model and of its adapters.
-        part: The arguments of `Field.piece` for this rank.
-        is_complete: True if the model has a parameter for every field, which a quantized model has not.
+    is_complete: True if the model has a parameter for every field, which a quantized model has not.
     """
     fields, parameters = tuple(fields), dict(model.named_parameters())
     names = {field.name for field in fields}
@@ -33,11 +29,6 @@ def attach_field(parameter: Any, field: Field, part: Sequence[int]) -> None:
     - shared: True for a part that an earlier rank also holds. Megatron leaves it out of the norm of the gradients.
     - allreduce: False for experts that are split over ranks. Megatron's DDP sums their gradients over fewer ranks.
     - _no_weight_decay: set if the parameter has no weight decay, as in state-spaces' Mamba.
-
-    Args:
-        parameter: The parameter.
-        field: Its field.
-        part: The arguments of `Field.piece` for this rank.
     """
     rank, size, _, experts = part
     shape = field.local_shape(*part)

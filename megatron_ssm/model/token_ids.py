@@ -8,17 +8,6 @@ from megatron_ssm.layers.cache import Cache
 FAST_IN_PYTHON = 64  # the number of ids up to which Python's min and max are faster than torch.aminmax
 
 
-def check_sequence_parallel(tokens: int, ranks: int, logits_to_keep: int) -> None:
-    """Raise ValueError for a call that sequence parallelism does not support on context ranks."""
-    if tokens % ranks:
-        rule = f"do not divide over {ranks} sequence-parallel ranks ({tokens} % {ranks} = {tokens % ranks})"
-        raise ValueError(f"{tokens} tokens on each context rank {rule}")
-    if logits_to_keep:
-        raise ValueError(
-            f"logits_to_keep={logits_to_keep} is not supported with sequence_parallel=True on context ranks"
-        )
-
-
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
     """Return True if each of `blocks` blocks of input_ids (batch, seq) has at least max(2, `conv_history`) tokens."""
     return (
@@ -59,9 +48,8 @@ def check_inputs(
     Raises:
         ValueError: An input is invalid.
     """
-    if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        shape = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
-        raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {shape}")
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {tuple(input_ids.shape)}")
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise ValueError(f"input_ids are {input_ids.dtype}; token ids must be whole numbers")
     check_ids(input_ids, vocab_size, "token id")
@@ -87,8 +75,6 @@ def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
 
 
 def _check_mask(mask, input_ids, cache, dtype) -> torch.Tensor | None:
-    if not torch.is_tensor(mask):
-        raise ValueError(f"attention_mask must be a tensor, not {type(mask).__name__}")
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}")
     if not ((mask == 0) | (mask == 1)).all() or (mask.long().diff(dim=1) < 0).any():

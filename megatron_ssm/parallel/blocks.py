@@ -56,7 +56,6 @@ class ContextRanks:
 
     @cached_property
     def blocks_per_rank(self) -> int:
-        """The number of blocks of each rank; a single rank has the sequence as one block."""
         return BLOCKS_PER_RANK[self.order] if self.size > 1 else 1
 
     @cached_property
@@ -126,7 +125,6 @@ def halo(x: torch.Tensor, width: int, context: ContextRanks, history: torch.Tens
     Args:
         x: (batch * blocks of a rank, block length, channels), the input of a causal convolution of width + 1 taps.
         width: The number of inputs.
-        context: The context ranks.
         history: (batch, width, channels), the inputs before the sequence; None: zeros. It gets no gradient.
     """
     tails = x[:, x.shape[1] - width :].unflatten(0, (-1, context.blocks_per_rank))

@@ -1,6 +1,6 @@
 """Process groups for serving and training.
 
-Only this module, `megatron_ddp` and modules of `integrations` import megatron.core, and only when needed, because the import
+Only this module and modules of `train` and `integrations` import megatron.core, and only when needed, because the import
 takes seconds.
 """
 
@@ -50,37 +50,30 @@ class Groups:
 
     @property
     def tensor_rank(self) -> int:
-        """This rank's part of its replica, a number."""
         return 0 if self.tensor is None else dist.get_rank(self.tensor)
 
     @property
     def tensor_ranks(self) -> int:
-        """The number of parts of a replica."""
         return 1 if self.tensor is None else self.tensor.size()
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's replica."""
         return 0 if self.data is None else dist.get_rank(self.data)
 
     @property
     def data_ranks(self) -> int:
-        """The number of replicas."""
         return 1 if self.data is None else self.data.size()
 
     @property
     def context_ranks(self) -> int:
-        """The number of ranks that split a sequence."""
         return 1 if self.context is None else self.context.size()
 
     @property
     def data_context_rank(self) -> int:
-        """This rank's number among the ranks that hold the same part of the model."""
         return 0 if self.data_context is None else dist.get_rank(self.data_context)
 
     @property
     def data_context_ranks(self) -> int:
-        """The number of ranks that hold the same part of the model."""
         return 1 if self.data_context is None else self.data_context.size()
 
 

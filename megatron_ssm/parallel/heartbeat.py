@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from commfabric.foundation.command_line import first_line
+
 LEAVING = 1 << 40  # added to the beats of a rank that leaves because its work is done
 ROUNDS_PER_BEAT = 3  # a running rank beats at least once in this number of rounds
 LOST = "lost"  # the key of the lost ranks in the store
@@ -120,15 +122,9 @@ class _Process(NamedTuple):
 
 
 class _Heartbeat:
-    """The beats of this rank, and its watch over other ranks.
+    """The beats of this rank, and its watch over the processes of other ranks.
 
-    Args:
-        rank: This rank.
-        processes: The processes of all ranks.
-        limit: The seconds without a beat after which a rank counts as lost.
-        store: The store of the beats.
-        store_name: The name of the store in messages.
-        watch: The settings.
+    limit: the seconds without a beat after which a rank counts as lost. store_name: the name of the store in messages.
     """
 
     def __init__(
@@ -231,8 +227,7 @@ class _Heartbeat:
 
 def _described(error: RuntimeError) -> str:
     """The first line of an error without gloo's source file and advice."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", line)
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", first_line(error))
 
 
 def _print(line: str) -> None:

@@ -26,7 +26,6 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # this rank's part of a produc
 
 
 def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> torch.Tensor:
-    """The output of a column- or row-parallel layer with its adapter. Another class of layer is called with x alone."""
     return layer(x) if adapter is None else layer(x, adapter)
 
 
@@ -63,7 +62,6 @@ class Packed(TrackedModule):
     Args:
         sizes: {field: this rank's rows}.
         trailing: The other dimensions, the same for all fields.
-        ranks: The tensor-parallel ranks.
         dtype, device: Those of the parameters.
         shared: The names of consecutive fields that several ranks hold. Backward sums their gradients, by one all-reduce
             over all ranks of a tensor with a slot for each piece.
@@ -143,7 +141,6 @@ class Packed(TrackedModule):
             self._pack()
 
     def _pack(self) -> None:
-        """Move the parameters into one tensor again."""
         fields = self.fields
         whole = torch.cat([field.data for field in fields])
         for field, rows in zip(fields, self._rows(whole), strict=True):
@@ -174,7 +171,6 @@ class ColumnParallelLinear(TrackedModule):
         in_features: The size of the input.
         rows: {field (z, x, B, C, dt): this rank's rows}.
         bias: True for a layer with a bias.
-        ranks: The tensor-parallel ranks.
         dtype, device: Those of the parameters.
         shared, pieces: See `Packed`.
     """
@@ -203,7 +199,7 @@ class ColumnParallelLinear(TrackedModule):
 class RowParallelLinear(TrackedModule):
     """y = x W^T with the columns of W split over the ranks: x (..., this rank's columns) -> y (..., out), partial.
 
-    Sends nothing: a unit sums the outputs of its operators over the ranks (`operators.operator.sum_of`). Every rank has the
+    Sends nothing: a unit sums the outputs of its operators over the ranks (`layers.operator.sum_of`). Every rank has the
     whole bias, which is added once, after the sum.
     """
 
@@ -228,11 +224,8 @@ class RowParallelLinear(TrackedModule):
 
 def is_altered(module: nn.Module) -> bool:
     """Return True if a module has hooks or replaced methods, so that a call does more than its class defines."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or has_own_methods(module)
-
-
-def has_own_methods(module: nn.Module) -> bool:
-    """Return True if attributes of a module replace methods of its class, such as `forward`."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
@@ -242,7 +235,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, in at least fp32."""
     return F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=eps)
 
 

@@ -52,7 +52,6 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
 
 
 def start_rank(module: str, arguments: list[str], rank: int, ranks: int, **streams: Any) -> subprocess.Popen:
-    """Start `python -m MODULE ARGUMENTS` as one of `ranks` local ranks; see `start_module`."""
     return start_module(module, arguments, environment_of_rank(rank, ranks), **streams)
 
 

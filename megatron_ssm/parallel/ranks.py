@@ -24,7 +24,6 @@ class Ranks:
     measurements.
 
     Attributes:
-        group: The process group.
         rank, size: This rank's number in the group, and the size of the group.
         counter: A counter of the messages of this rank.
         format: The format in which outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
@@ -101,7 +100,6 @@ class Ranks:
             self.memory.close()
 
     def _memory_of(self, tensor: torch.Tensor) -> SharedMemory | None:
-        """The shared memory, if it can transport this tensor; or None."""
         return self.memory if tensor.is_cpu else None
 
     def all_reduce_exact(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -47,7 +47,7 @@ class _AddFinalStateGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """The inputs of `ops.scan.selective_scan` for consecutive channels that share B and C.
+    """The inputs of `kernels.scan.selective_scan` for consecutive channels that share B and C.
 
     Attributes:
         x, dt, z: (batch * blocks of a rank, block length, channels).
@@ -78,7 +78,6 @@ class ScanInputs:
     def scan(
         self, state: torch.Tensor | None, overwrite: bool = False, overwrite_x: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs and the final states for incoming states; see `selective_scan`."""
         inputs = self.x, self.dt, self.A_log, self.B, self.C, self.D, self.z, self.dt_bias, state
         return selective_scan(*inputs, overwrite=overwrite, overwrite_x=overwrite_x)
 
@@ -86,13 +85,12 @@ class ScanInputs:
 def selective_scan_over_context(
     heads: Sequence[ScanInputs], context: ContextRanks, initial: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, PassedStates]:
-    """`ops.scan.selective_scan` in blocks: (y like x, the passed states, with n = N for each channel).
+    """`kernels.scan.selective_scan` in blocks: (y like x, the passed states, with n = N for each channel).
 
     For each block, forward sends N + 1 elements per channel and returns N; backward sends N and N (see `state_passing`).
 
     Args:
         heads: The inputs of each head of a Mamba-1 mixer. Outputs and states of the heads are concatenated.
-        context: The context ranks.
         initial: (batch, N, channels), the incoming state of the sequence, the same on every rank; None: zeros. It gets no
             gradient.
     """
@@ -136,7 +134,7 @@ def ssd_over_context(
     context: ContextRanks,
     initial: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, PassedStates]:
-    """`ops.scan.ssd` in blocks: (y like x, the passed states, with n = N * head_dim for each head).
+    """`kernels.scan.ssd` in blocks: (y like x, the passed states, with n = N * head_dim for each head).
 
     initial: (batch, heads, N, head_dim). Otherwise as `selective_scan_over_context`.
     """
@@ -163,7 +161,7 @@ def gated_delta_over_context(
     context: ContextRanks,
     initial: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, PassedStates]:
-    """`ops.gated_delta.gated_delta` in blocks: (y like v, the passed states, with n = K V for each value head).
+    """`kernels.gated_delta.gated_delta` in blocks: (y like v, the passed states, with n = K V for each value head).
 
     initial: (batch, value heads, K, V). For each block, forward sends K V + K K elements per value head and returns K V;
     backward sends K V and K V. Otherwise as `selective_scan_over_context`.

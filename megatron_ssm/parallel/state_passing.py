@@ -169,7 +169,6 @@ def pass_states(
         states: (batch, blocks of a rank, channels, n), S_b of this rank's blocks.
         dt_sums: (batch, blocks of a rank, channels), D_b of this rank's blocks.
         rates: (channels, n or 1), A, the same on all ranks.
-        context: The context ranks.
         initial: (batch, channels, n), the incoming state of the sequence; None: zeros.
     """
     partition = ChannelPartition(states.shape[2], context)

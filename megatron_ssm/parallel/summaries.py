@@ -6,22 +6,57 @@ head has one decay per token; for Mamba-1 they are computed token by token.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_ssm.kernels import kernels
-from megatron_ssm.kernels.context_kernels import selective_carry
+from megatron_ssm.kernels.arguments import address, c_array, check_shapes, contiguous, token_major, token_strides
 from megatron_ssm.kernels.gated_delta import gated_delta
+from megatron_ssm.kernels.kernels import functions
 from megatron_ssm.kernels.scan import SELECTIVE_CHUNK, selective_scan
 
 
+def selective_carry(
+    values: Tensor, dt: Tensor, A_log: Tensor, weights: Tensor, z: Tensor | None, dt_bias: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """The final state of a block from zeros, or the gradient of its initial state; all tensors are float32.
+
+    Args:
+        values: x, or with `reverse` the gradient of the outputs: (batch, seq, channels).
+        dt: (batch, seq, channels).
+        A_log: (channels, N) with N <= LARGEST_STATE.
+        weights: B, or with `reverse` C: (batch, seq, N).
+        z: The gate, (batch, seq, channels), with `reverse`; or None.
+        dt_bias: (channels,), or None.
+        reverse: True for the gradient of the initial state.
+
+    Returns:
+        (the state or the gradient (batch, N, channels); the sums of the step sizes (batch, channels)).
+    """
+    batch, seq, channels = values.shape
+    size = A_log.shape[1]
+    check_shapes(
+        dt=(dt, (batch, seq, channels)), A_log=(A_log, (channels, size)), weights=(weights, (batch, seq, size)),
+        z=(z, (batch, seq, channels)), dt_bias=(dt_bias, (channels,)),
+    )  # fmt: skip
+    values, dt, weights, z = (token_major(t) for t in (values, dt, weights, z))
+    A_log, dt_bias = contiguous(A_log, dt_bias)
+    state, sums = values.new_empty(batch, size, channels), values.new_empty(batch, channels)
+    strides = [*token_strides(values), *token_strides(dt), *token_strides(weights), 0, 0, *token_strides(z)]
+    functions().selective_carry(
+        values.data_ptr(), dt.data_ptr(), A_log.data_ptr(), weights.data_ptr(), address(z), address(dt_bias),
+        state.data_ptr(), sums.data_ptr(), c_array(*strides), batch, seq, channels, size, reverse, torch.get_num_threads(),
+    )  # fmt: skip
+    return state, sums
+
+
 def step_sizes(dt: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
-    """softplus(dt + dt_bias), or dt itself without a bias."""
     return dt if dt_bias is None else F.softplus(dt + dt_bias)
 
 
 def selective_summary(
     x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, B: torch.Tensor, dt_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `ops.scan.selective_scan`.
+    """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `selective_scan`.
 
     x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None. The results have
     the dtype of A_log, at least fp32, as in the functions below.
@@ -36,7 +71,6 @@ def selective_summary(
 
 
 def _fits_kernel(A_log: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    """Return True if the C kernel supports these tensors (or None), which must have the dtype of A_log."""
     return A_log.dtype is torch.float32 and A_log.shape[1] <= kernels.LARGEST_STATE and kernels.usable(A_log, *tensors)
 
 
@@ -48,7 +82,7 @@ def selective_adjoint(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The part of the gradient of the incoming state of `ops.scan.selective_scan` that comes from y: (batch, N, channels).
+    """The part of the gradient of the incoming state of `selective_scan` that comes from y: (batch, N, channels).
 
     dy: (batch, seq, channels), the gradient of y. The result is g_1 of g_t = exp(dt_t A) (g_{t+1} + C_t dy_t silu(z_t)).
     """
@@ -72,7 +106,7 @@ def selective_adjoint(
 def ssd_summary(
     x: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, heads, N, head_dim), sum of the step sizes (batch, heads)) of `ops.scan.ssd`.
+    """(final state from zeros (batch, heads, N, head_dim), sum of the step sizes (batch, heads)) of `kernels.scan.ssd`.
 
     x: (batch, seq, heads, head_dim); dt: (batch, seq, heads); A_log: (heads,); B: (batch, seq, groups, N).
     """
@@ -82,7 +116,7 @@ def ssd_summary(
 
 
 def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-    """The part of the gradient of the incoming state of `ops.scan.ssd` that comes from y: (batch, heads, N, head_dim).
+    """The part of the gradient of the incoming state of `kernels.scan.ssd` that comes from y: (batch, heads, N, head_dim).
 
     dy: like x, the gradient of y. C: (batch, seq, groups, N).
     """
@@ -92,7 +126,7 @@ def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torc
 def delta_summary(
     k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, value heads, K, V), map (batch, value heads, K, K)) of `ops.gated_delta.gated_delta`.
+    """(final state from zeros (batch, value heads, K, V), map (batch, value heads, K, K)) of `gated_delta`.
 
     The map applied to an incoming state is its contribution to the final state. Columns of a state are independent, so K
     more columns with the identity as incoming state and v = 0 end as the map.

@@ -36,11 +36,6 @@ class TokenSharding:
         return torch.cat([torch.arange(block) + number * block for number in self.context.blocks_of_rank(rank)])
 
     @property
-    def is_padded(self) -> bool:
-        """True if any rank has padding."""
-        return self.local_length * self.context.size > self.length
-
-    @property
     def is_token(self) -> torch.Tensor:
         """(local_length,) bool on the CPU: True at this rank's positions that are not padding."""
         return self.positions < self.length
@@ -51,7 +46,7 @@ class TokenSharding:
 
     def mask_padding(self, step_sizes: torch.Tensor, value: float = 0.0) -> torch.Tensor:
         """step_sizes (batch, local_length, ...) with `value` at padding; 0 makes padding leave the state unchanged."""
-        if not self.is_padded:
+        if self.local_length * self.context.size == self.length:  # no rank has padding
             return step_sizes
         padding = ~self.is_token.to(step_sizes.device).view(-1, *[1] * (step_sizes.ndim - 2))
         return step_sizes.masked_fill(padding, value)

@@ -16,7 +16,6 @@ class Changes:
 
 
 def changed(module: nn.Module) -> None:
-    """Count a change of a module."""
     Changes.count += 1
     module.__dict__["changes"] = module.__dict__.get("changes", 0) + 1
 

@@ -1,17 +1,23 @@
-"""Estimates the compute time of a rank from the rates of its GPU: time = FLOPs / rate + bytes / bandwidth.
+"""The memory of a rank, and its compute time from the rates of its GPU: time = FLOPs / rate + bytes / bandwidth.
 
-The estimates hold for large models: products of matrices reach a share of the peak; everything else, decoding included,
+The times hold for large models: products of matrices reach a share of the peak; everything else, decoding included,
 reaches a share of the memory's bandwidth. `measured.MeasuredDevice` has the same methods, but times parts of the model.
 """
 
 import json
+import math
+import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from commfabric import Fabric
 from commfabric.foundation.command_line import did_you_mean, shortened
+from commfabric.foundation.json_files import read_json
 from megatron_ssm.model.activations import TrainingMemory
 from megatron_ssm.model.flops import BF16_TFLOPS, expert_elements, forward_flops
 from megatron_ssm.model.memory import Memory
@@ -20,6 +26,7 @@ from megatron_ssm.spec.stack import Stack
 
 from .traffic import Sums
 
+MEMBERSHIP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # the files of this process and of its host
 KERNELS = 20  # kernels that the forward pass of a layer launches, about
 MOVES = 3  # number of times that a forward pass writes or reads an activation, about
 
@@ -50,19 +57,13 @@ class Device:
     graph: tuple[float, float] = (0.0, 0.0)
 
     def sums(self, fabric: Fabric, ranks: int) -> Sums:
-        """The sums of `ranks` tensor-parallel ranks, over the fabric."""
         return Sums(fabric, self.wait)
 
     def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
-        """Seconds of a forward pass on one of `ranks` tensor-parallel ranks.
+        """Seconds of a forward pass on one of `ranks` tensor-parallel ranks, over `tokens` of the `seq` tokens of each
+        sequence.
 
-        Args:
-            config: The model.
-            ranks: The number of tensor-parallel ranks.
-            batch: The number of sequences.
-            tokens: The number of tokens of each sequence on this rank.
-            seq: The number of tokens of each sequence on all ranks.
-            experts: The number of expert-parallel ranks. Each is assumed to compute an equal number of tokens.
+        Each of `experts` expert-parallel ranks is assumed to compute an equal number of tokens.
         """
         rows = batch * tokens
         stored = TrainingMemory(config, ranks).stored
@@ -97,12 +98,8 @@ class Device:
     def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
         """Seconds to decode one token of `batch` sequences in a CUDA graph.
 
-        Args:
-            config: The model.
-            ranks: The number of tensor-parallel ranks.
-            batch: The number of sequences.
-            length: The number of tokens of each sequence whose keys and values are on this rank.
-            experts: The number of expert-parallel ranks; the time is that of the rank with the most chosen experts.
+        length: the number of tokens of each sequence whose keys and values are on this rank. With experts, the time is that
+        of the rank with the most chosen experts.
         """
         memory = Memory(config, ranks, self.itemsize, expert_ranks=experts)
         kernels = sum(self.graph[sizes.head_dim > 1] for sizes in config.recurrences)
@@ -118,15 +115,7 @@ PRODUCTS, STREAMS = 0.5, 0.7  # assumed shares of the peaks that products of mat
 def of_data_sheet(
     name: str, memory_gb: float, tflops: float, bandwidth_gb_s: float, graph: tuple[float, float] = GRAPH
 ) -> Device:
-    """A device with the rates of its vendor's data sheet.
-
-    Args:
-        name: The name of the device.
-        memory_gb: Gigabytes of memory.
-        tflops: The peak of dense products in bf16.
-        bandwidth_gb_s: The peak bandwidth of the memory.
-        graph: See `Device`.
-    """
+    """A device with the rates of its vendor's data sheet. tflops: the peak of dense products in bf16."""
     return Device(name, memory_gb * 1e9, PRODUCTS * tflops * 1e12, STREAMS * bandwidth_gb_s * 1e9, graph=graph)
 
 
@@ -146,15 +135,11 @@ def read_device(path: str) -> Device:
     ValueError, which names the file, the field and the rule, if the description is wrong.
     """
     try:
-        content = {**json.loads(Path(path).read_text(encoding="utf-8"))}
+        content = read_json(path)
     except OSError as error:
         names = ", ".join(DEVICES)
         raise ValueError(
             f"unknown --device {path}: expected {names}, measured, or a JSON file ({error.strerror})"
-        ) from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"--device {path} is not a JSON object with the fields {', '.join(REQUIRED)}: {error}"
         ) from None
     name = str(content.pop("name", Path(path).stem))
     for field in content:
@@ -176,3 +161,49 @@ def _number(path: str, content: dict[str, Any], field: str, least: float = SMALL
         shown = shortened(json.dumps(value) if isinstance(value, str) else value)
         raise ValueError(f"--device {path}: {field} {shown} must be a number from {least:g} to {LARGEST:g}")
     return float(value)
+
+
+def own_memory(ranks_on_host: int, device: torch.device) -> float:
+    """Bytes of memory of one rank: that of its GPU, or 1/ranks_on_host of the host's memory or of the cgroup's limit."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(physical, memory_limit()) / ranks_on_host
+
+
+def memory_limit(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> float:
+    """The smallest limit, in bytes, of this process's cgroups and of their parents; inf if there is none.
+
+    Docker, Kubernetes and Slurm set such limits. The kernel kills processes that exceed one, even if the host has memory.
+
+    Args:
+        membership: The file with a line `number:controllers:path` for each hierarchy of cgroups.
+        cgroups: The folder where cgroups are mounted.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # no Linux, or no cgroups
+        return math.inf
+    limits = [limit for line in lines if line.count(":") >= 2 for limit in _limits(cgroups, *line.split(":", 2)[1:])]
+    return min(limits, default=math.inf)
+
+
+def _limits(cgroups: Path, controllers: str, path: str) -> Iterator[float]:
+    """The limits of a cgroup and of its parents, in version 2 (which names no controllers) or in version 1.
+
+    In a container, the path may be one of the host, which is not mounted; the container's own cgroup is then the root.
+    """
+    if not controllers:
+        top, name = cgroups, "memory.max"
+    elif "memory" in controllers.split(","):
+        top, name = cgroups / "memory", "memory.limit_in_bytes"
+    else:
+        return
+    own = top / path.lstrip("/")
+    for folder in (own, *own.parents):
+        try:
+            yield float((folder / name).read_text())
+        except (OSError, ValueError):  # not mounted, or "max"
+            pass
+        if folder == top:
+            return

@@ -16,7 +16,6 @@ slowest rank.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
@@ -29,8 +28,9 @@ from megatron_ssm.model.memory import Memory
 from megatron_ssm.parallel.blocks import check_sequence_length
 from megatron_ssm.spec.stack import Stack
 
+from .devices import Device
+from .measured import MeasuredDevice
 from .traffic import (
-    Sums,
     agreed_tokens,
     attended_tokens,
     backward_sums,
@@ -50,47 +50,7 @@ FORMAT_TIME_RATIO = 0.9  # a less exact format is chosen if it reduces the time 
 SPARSE_SHARE = 0.2  # sparse gradients are recommended if sums of gradients take more than this share of a step
 FP32 = 4  # bytes
 QUANTIZED_BITS = {"int8": 8, "int4": 4, None: 0}
-
-
-class Processor(Protocol):
-    """The processor of a rank: a `devices.Device` or a `measured.MeasuredDevice`.
-
-    The arguments of its methods are those of `devices.Device`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name of the processor."""
-
-    @property
-    def memory(self) -> float:
-        """Bytes of memory of a rank."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of weights and activations in generation."""
-
-    @property
-    def wait(self) -> float:
-        """Seconds that each message takes in addition to its time on the fabric."""
-
-    def sums(self, fabric: Fabric, ranks: int) -> Sums:
-        """The sums of `ranks` tensor-parallel ranks, over the fabric or in memory that they share."""
-
-    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
-        """Seconds of a forward pass over `tokens` tokens of each of `batch` prompts of `seq` tokens."""
-
-    def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward pass in training."""
-
-    def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
-        """Additional seconds, forward and backward, in which a context rank computes the states that it passes on."""
-
-    def optimizer(self, config: Stack, ranks: int, experts: int = 1) -> float:
-        """Seconds of the gradient norm, clipping and AdamW."""
-
-    def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
-        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
+Processor = Device | MeasuredDevice  # the processor of a rank
 
 
 @dataclass(frozen=True)
@@ -149,12 +109,10 @@ class Division:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a training step, or of a reply."""
         return sum(self.parts.values())
 
     @property
     def sizes(self) -> str:
-        """The numbers of ranks as text."""
         divided = f", EP {self.expert}" * (self.expert > 1)
         return f"TP {self.tensor} x CP {self.context} x DP {self.data}{divided}"
 
@@ -192,7 +150,6 @@ def generation_divisions(
 
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(tensor, context, data) whose product is `ranks`."""
     for tensor in _divisors(ranks):
         for context in _divisors(ranks // tensor):
             yield tensor, context, ranks // tensor // context
@@ -205,7 +162,6 @@ def _expert_ranks(config: Stack, ranks: int) -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    """The divisors of a number in ascending order, in as many steps as its square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -273,7 +229,6 @@ def training_division(
 def _generation(
     config: Stack, tensor: int, context: int, data: int, expert: int, job: Generation, fabric: Fabric, device: Processor
 ) -> Division:
-    """The prediction of a division for generation."""
     sizes = (tensor, context, data, expert)
     try:
         config.check_ranks(tensor)

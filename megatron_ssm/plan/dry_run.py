@@ -91,7 +91,6 @@ def _bytes_of_rank(inputs: RunInputs) -> tuple[int, int]:
 
 
 def _memory(inputs: RunInputs) -> str:
-    """The memory of a rank and its parts."""
     options = inputs.options
     activations, total = _bytes_of_rank(inputs)
     less = ", less what the engine divides over replicas" if options.divides_state else ""
@@ -137,7 +136,6 @@ def _bytes(messages: Iterable[Message]) -> float:
 
 
 def _time(inputs: RunInputs, data: int) -> str:
-    """The prediction of `advise` for this division."""
     options = inputs.options
     if not options.dry_run_fabric:
         return "not predicted; --dry-run-fabric F of `sparsefusion measure --out F` and --dry-run-device h100 do so"

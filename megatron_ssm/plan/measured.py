@@ -84,12 +84,10 @@ class MeasuredDevice:
 
     @property
     def name(self) -> str:
-        """The machine and the dtype."""
         return f"this machine's {self.device.type}, measured in {str(self.dtype).removeprefix('torch.')}"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of weights and activations in generation."""
         return self.dtype.itemsize
 
     def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
@@ -213,7 +211,6 @@ class MeasuredDevice:
         return list(zip(*times, strict=True))
 
     def _model(self, config: Stack, ranks: int, experts: int) -> Model:
-        """The part of a model on one of `ranks` ranks, with random weights."""
         key = config, ranks, experts
         if key not in self._models:
             if len(self._models) == KEPT:
@@ -258,12 +255,7 @@ def _block_contributions(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Functions that compute the final states of blocks, and the gradients of their incoming states.
 
-    Args:
-        sizes: The sizes of the scan of a layer.
-        ranks: The number of ranks that divide its heads.
-        blocks: The number of blocks in all sequences.
-        length: The number of tokens of a block.
-        device: The device of the inputs.
+    ranks: the number of ranks that divide the heads. blocks: the number of blocks in all sequences, each of `length` tokens.
     """
 
     def random(*shape: int) -> torch.Tensor:
@@ -283,13 +275,11 @@ def _block_contributions(
 
 
 def _repeat(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
-    """Make TURNS calls."""
     for _ in range(TURNS):
         call(tensor)
 
 
 def _clock(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call."""
     start = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -335,7 +325,6 @@ def _divided_reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
 
 
 def _times_of_reply(model: Model, ids: torch.Tensor, hooks: list[Any]) -> tuple[float, ...]:
-    """See `_reply`; the hooks are removed when the prompt has been read."""
     times = [time.perf_counter()]
     for _ in stream(model, ids, max_new_tokens=1 + FIRST + NEW):
         times.append(time.perf_counter())

@@ -1,8 +1,8 @@
 """Counts the messages of a training step, of a prompt and of a decoded token, and predicts their time on a fabric.
 
-Each token causes the tensor-parallel sums of `sizing.advise`. Backward sums the gradients of the same activations
+Each token causes the tensor-parallel sums of `model.advise`. Backward sums the gradients of the same activations
 (Megatron's f and g), where the attention's input is twice as wide, and the gradients of replicated parameters. Context
-ranks pass states (see `context.state_passing`). DDP sums the gradients of all data x context ranks.
+ranks pass states (see `parallel.state_passing`). DDP sums the gradients of all data x context ranks.
 """
 
 import itertools
@@ -47,7 +47,6 @@ class Sums:
     formats: tuple[str, ...] = WIRE_FORMATS
 
     def seconds(self, messages: "Iterable[Message]") -> float:
-        """Seconds of messages that are sent one after the other."""
         return seconds_of(messages, self.fabric, self.wait)
 
     def by_format(self, outputs: "Outputs", ranks: int, tokens: int) -> dict[str, float]:
@@ -116,17 +115,10 @@ def seconds_of_attention(
     schedule: Candidate, ranks: int, seq: int, shape: tuple[int, int, int, int], training: bool, fabric: Fabric,
     wait: float = 0.0,
 ) -> float:  # fmt: skip
-    """Seconds of the messages of a grid of context ranks in one attention.
+    """Seconds of the messages of a grid of context ranks in one attention; training: forward and backward.
 
-    A step is a message between two ranks if these were measured, else a step of an all-gather.
-
-    Args:
-        schedule: The grid.
-        ranks: The number of context ranks.
-        seq: The number of tokens of a sequence.
-        shape: (batch, heads, kv_heads, head_dim).
-        training: True for forward and backward, False for forward only.
-        fabric, wait: See `seconds_of`.
+    A step is a message between two ranks if these were measured, else a step of an all-gather. shape: (batch, heads,
+    kv_heads, head_dim). fabric, wait: see `seconds_of`.
     """
     grid = Grid(0, schedule.ulysses, schedule.rows, schedule.cols)
     passes = messages(grid, local_length("zigzag", seq, ranks), *shape, itemsize=SUM_BYTES)
@@ -232,10 +224,8 @@ def attended_tokens(config: Stack, batch: int, tensor: int, context: int) -> Ite
 def gradient_sums(weights: float, ranks: int, embedding: float = 0.0) -> Iterator[Message]:
     """The sums of DDP's buckets of gradients in order, over `ranks` data x context ranks.
 
-    Args:
-        weights: Bytes of all gradients.
-        ranks: The number of ranks.
-        embedding: Bytes of the embedding's gradient, which is complete last and stays in one bucket.
+    weights: bytes of all gradients. embedding: bytes of the embedding's gradient, which is complete last and stays in one
+    bucket.
     """
     rest = weights - embedding
     if ranks == 1 or not weights:

@@ -37,7 +37,7 @@ class Field:
         granule: With units=None, the number of rows of each rank but the last ones is a multiple of it.
         fp32: True if it is stored in at least float32 (A_log, D, the dt bias).
         usual: The operator's own name of Hugging Face's tensor, if the family has another; "": it is `hf`.
-        init, init_range: The initialization of a new model and its parameters (see `models.initialization`).
+        init, init_range: The initialization of a new model and its parameters (see `model.initialization`).
     """
 
     name: str
@@ -62,12 +62,7 @@ class Field:
     init_range: tuple[float, ...] = ()
 
     def piece(self, rank: int, size: int, expert_rank: int = 0, experts: int = 1) -> tuple[slice, ...]:
-        """This rank's part: one slice for each dimension of the unsplit field.
-
-        Args:
-            rank, size: The tensor-parallel rank and the number of ranks.
-            expert_rank, experts: The expert-parallel rank and the number of ranks.
-        """
+        """This rank's part: one slice for each dimension of the unsplit field."""
         whole = tuple(slice(0, n) for n in self.shape)
         if self.by_expert:
             count = self.shape[0] // experts
@@ -185,14 +180,12 @@ class Field:
 
 
 def _joined(parts: list[Any], dim: int) -> Any:
-    """Tensors concatenated along a dimension."""
     import torch  # here, so that the server's launcher, which only needs names of fields, starts without torch
 
     return torch.cat(parts, dim)
 
 
 def field_of(parameter: Any) -> Field:
-    """The field of a parameter, which models attach to it."""
     return parameter.field
 
 
@@ -254,7 +247,6 @@ def hf_shapes(fields: Iterable[Field]) -> dict[str, tuple[int, ...]]:
 
 
 def divides(count: int, size: int, what: str, over: str = "tensor-parallel ranks") -> None:
-    """ValueError unless `size` divides `count`."""
     if count % size:
         raise ValueError(f"{count} {what} do not divide over {size} {over} ({count} % {size} = {count % size})")
 

@@ -116,7 +116,6 @@ class Family:
         return self.from_options(options)
 
     def hf_name(self, name: str) -> str:
-        """The name of a field in this family's config.json."""
         return self.hf_names.get(name, name)
 
     @property
@@ -135,7 +134,6 @@ class Family:
                 raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
 
     def unknown_fields(self, names: Mapping[str, Any] | list[str]) -> tuple[str, ...]:
-        """The sorted names that are not known fields of this family's config.json."""
         known = self.known | COMMON_VALUES.keys() | self.supported.keys() | IGNORED_FIELDS | self.ignored
         return tuple(sorted(set(names) - known))
 
@@ -151,7 +149,6 @@ class FieldReader:
     Errors are ValueErrors that name the field as in the file.
 
     Args:
-        family: The family.
         raw: The content of config.json without nulls.
         nulls: The names of fields that are null, for the few fields where null differs from a missing field.
     """
@@ -160,11 +157,9 @@ class FieldReader:
         self.family, self.raw, self.defaults, self.nulls = family, raw, family.defaults, nulls
 
     def hf_name(self, name: str) -> str:
-        """The name of a field in this family's config.json."""
         return self.family.hf_name(name)
 
     def __contains__(self, name: str) -> bool:
-        """Return True if the family has a field of this name."""
         return name in self.defaults
 
     def __getitem__(self, name: str) -> Any:

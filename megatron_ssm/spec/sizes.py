@@ -25,7 +25,6 @@ class RecurrenceSizes:
     """The sizes of a recurrence before the split. A state is (heads, head_dim, state); groups of heads share B and C.
 
     Attributes:
-        heads, head_dim, state, groups: The sizes.
         unit: The name of the heads in errors.
         is_mapped: True if a block of tokens maps an incoming state by a matrix (state, state) of each head, False if by a
             factor of each head or element.
@@ -44,7 +43,6 @@ class Workload:
     """The conditions under which sizes are computed.
 
     Attributes:
-        ranks: The number of tensor-parallel ranks.
         itemsize: The bytes of an element.
         on_cuda: True with the kernels of mamba-ssm and causal-conv1d.
         amx: True on a CPU with AMX, where torch's attention in 16 bits copies keys and values.
@@ -61,7 +59,6 @@ class Workload:
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes of an element in at least fp32."""
         return max(4, self.itemsize)
 
     @property

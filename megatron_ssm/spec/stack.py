@@ -8,7 +8,7 @@ the stack alone. docs/concepts/putting-a-model-together.md has a picture.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class Spec:
         return Sizes()
 
     def build(self, place: Any) -> Any:
-        """The operator with uninitialized parameters. place: an `operators.operator.Place`."""
+        """The operator with uninitialized parameters. place: an `layers.operator.Place`."""
         raise NotImplementedError
 
 
@@ -63,11 +63,7 @@ class Spec:
 class Norm:
     """An RMSNorm over the hidden size.
 
-    Attributes:
-        name: The name of the module.
-        hf: The name of the weight in checkpoint files.
-        eps: The number that is added to the mean of squares.
-        offset: The number that is added to the weight.
+    hf: The name of the weight in checkpoint files. offset: The number that is added to the weight.
     """
 
     name: str
@@ -153,12 +149,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A layer that guesses tokens (`models.draft_head`).
+    """A layer that guesses tokens (`model.draft_head`), with the constants of its own norms (see `Norm`).
 
-    Attributes:
-        units: The units of its layer.
-        hf: The prefix of its tensors in checkpoint files.
-        eps, offset: The constants of its own norms (see `Norm`).
+    hf: the prefix of its tensors in checkpoint files.
     """
 
     units: tuple[Unit, ...]
@@ -189,7 +182,7 @@ class Stack:
         residual_in_fp32: True if the residual stream is at least fp32.
         embedding_scale, logits_scale: Constants that multiply the embeddings and the logits.
         draft_head: The draft head that checkpoints of the family may have; has_draft_head: True if this model has it.
-        draws, draws_std: The initialization of a new model (see `models.initialization`): {value of `Field.init`: the value
+        draws, draws_std: The initialization of a new model (see `model.initialization`): {value of `Field.init`: the value
             that this family uses instead}, and the standard deviation of normal initializations. An empty draws initializes
             as state-spaces' Mamba does.
         raw: The config.json from which the stack was read. unknown, unknown_note: its unknown fields, and a line about them.
@@ -310,20 +303,14 @@ class Stack:
             fields = [replace(each, written_apart=self.apart) if each.apart else each for each in fields]
         return tuple(fields)
 
-    def with_specs(self, change: Callable[[Spec], Spec]) -> "Stack":
-        """This stack with each specification of an operator of its layers replaced by change(specification)."""
-        layers = tuple(
-            tuple(
-                replace(unit, operators=tuple(replace(part, spec=change(part.spec)) for part in unit.operators))
-                for unit in layer
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
-
     def in_granules(self, granule: int, ranks: int) -> "Stack":
         """A copy for quantized matrices: ranks split them only between blocks of `granule` numbers."""
-        return self.with_specs(lambda spec: spec.in_granules(granule, ranks))
+
+        def changed(unit: Unit) -> Unit:
+            parts = (replace(part, spec=part.spec.in_granules(granule, ranks)) for part in unit.operators)
+            return replace(unit, operators=tuple(parts))
+
+        return replace(self, layers=tuple(tuple(changed(unit) for unit in layer) for layer in self.layers))
 
     def with_draft_head(self) -> "Stack":
         """This stack with the draft head of its checkpoints; ValueError if they have none."""
@@ -357,9 +344,6 @@ class Stack:
 
         experts: the expert-parallel ranks, over which its experts must divide.
         """
-        for kind, ranks in {"tensor": size, "expert": experts}.items():
-            if ranks < 1:
-                raise ValueError(f"{ranks} {kind}-parallel ranks: there must be at least 1")
         counts = {spec.experts for _, spec in self.operators if spec.experts}
         if experts > 1 and not counts:
             raise ValueError(f"{experts} expert-parallel ranks: this {self.family} model has no experts")

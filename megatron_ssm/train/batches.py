@@ -1,12 +1,75 @@
-"""Tokens of documents as one stream, the batch of each training step, and the windows of an evaluation."""
+"""Tokens of documents as one stream, the batch of each training step, and the windows of an evaluation.
 
+The global batch is constant, or grows as --rampup-batch-size says, as in Megatron.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_ssm.spec.fields import divides
+
+from .options import Options
+
 IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The samples of each step of a run.
+
+    Attributes:
+        full: The global batch after the ramp.
+        start, increment, ramp: The first global batch, what is added to it, and in how many samples it becomes full.
+        step, samples: The steps done before this run began or resumed, and the samples that they have read.
+    """
+
+    full: int
+    start: int = 0
+    increment: int = 0
+    ramp: int = 0
+    step: int = 0
+    samples: int = 0
+
+    @classmethod
+    def of(cls, options: Options, step: int = 0, samples: int | None = None) -> "BatchSizes":
+        """The batch sizes of a run that begins after a step. samples: None for all of these steps at the full size."""
+        samples = step * options.global_batch_size if samples is None else samples
+        start, increment, ramp = map(int, options.rampup_batch_size or (0, 0, 0))
+        return cls(options.global_batch_size, start, increment, ramp, step, samples)
+
+    def size(self, samples: int) -> int:
+        """The global batch of a step before which the run has read `samples` samples."""
+        if samples >= self.ramp:
+            return self.full
+        return self.start + samples * self._increments // self.ramp * self.increment
+
+    def of_step(self, step: int) -> tuple[int, int]:
+        """(the samples read before a step, counted from 0; its global batch)."""
+        first, samples, size = next(stage for stage in reversed([*self._stages()]) if stage[0] <= step)
+        return samples + (step - first) * size, size
+
+    def last_step(self, total: int) -> int:
+        """The number of steps, those before this run included, that read at most `total` samples."""
+        first, samples, size = next(s for s in reversed([*self._stages()]) if s[1] <= total or s[0] == self.step)
+        return first + max(0, total - samples) // size
+
+    @property
+    def _increments(self) -> int:
+        return (self.full - self.start) // self.increment
+
+    def _stages(self) -> Iterator[tuple[int, int, int]]:
+        """(step, samples before it, global batch) of the first step with each size."""
+        step, samples = self.step, self.samples
+        while samples < self.ramp and (size := self.size(samples)) < self.full:
+            yield step, samples, size
+            stage = samples * self._increments // self.ramp + 1
+            steps = -(-(-(-stage * self.ramp // self._increments) - samples) // size)
+            step, samples = step + steps, samples + steps * size
+        yield step, samples, self.full
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +81,9 @@ class Tokens:
 
 
 def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int) -> Tokens:
-    """The tokens of documents as one stream.
+    """The tokens of documents as one stream, with `end_of_text_id` after each document.
 
-    Args:
-        documents: The texts, in order.
-        tokenizer: A `tokenizers.Tokenizer`, whose `encode_batch` lets other threads run, unlike `encode`.
-        end_of_text_id: The token after each document.
+    tokenizer: A `tokenizers.Tokenizer`, whose `encode_batch` lets other threads run, unlike `encode`.
     """
     parts = []
     for document in documents:
@@ -58,26 +118,13 @@ class Batches:
         self._starts: dict[int, torch.Tensor] = {}  # of the windows of the current epoch
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of a step on one data-parallel rank.
+        """The batch of a step, counted from 0, on one of `ranks` data-parallel ranks.
 
-        Rank r gets the r-th contiguous part of the step's global batch, which is the same for every number of ranks.
-
-        Args:
-            step: The number of the step, from 0.
-            rank: This data-parallel rank.
-            ranks: The number of data-parallel ranks.
-
-        Returns:
-            (inputs, labels), both int64 (global_batch / ranks, seq_length), with labels[i] = inputs[i + 1].
-
-        Raises:
-            ValueError: The batch does not divide over the ranks.
+        Rank r gets the r-th contiguous part of the step's global batch, which is the same for every number of ranks. Returns
+        (inputs, labels), both int64 (global_batch / ranks, seq_length), with labels[i] = inputs[i + 1]. ValueError unless
+        the batch divides over the ranks.
         """
-        if self.global_batch % ranks:
-            raise ValueError(
-                f"a global batch of {self.global_batch} does not divide over {ranks} data-parallel ranks "
-                f"({self.global_batch} % {ranks} = {self.global_batch % ranks})"
-            )
+        divides(self.global_batch, ranks, "sequences of a global batch", "data-parallel ranks")
         rows = self.global_batch // ranks
         return self.samples(step * self.global_batch + rank * rows, rows)
 
@@ -92,14 +139,11 @@ class Batches:
         """The index in the stream at which window number `sample`, counted from step 0, begins."""
         epoch, index = divmod(sample, self.windows_per_epoch)
         if epoch not in self._starts:
-            self._starts = {epoch: self._draw_starts(epoch)}
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            offset = torch.randint(len(self.ids), (), generator=generator)
+            order = torch.randperm(self.windows_per_epoch, generator=generator)
+            self._starts = {epoch: offset + self.seq_length * order}
         return self._starts[epoch][index]
-
-    def _draw_starts(self, epoch: int) -> torch.Tensor:
-        """(windows_per_epoch,): the indices at which the windows of an epoch begin, in the order in which they are taken."""
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        offset = torch.randint(len(self.ids), (), generator=generator)
-        return offset + self.seq_length * torch.randperm(self.windows_per_epoch, generator=generator)
 
 
 def windows(stream: Tokens, seq_length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,7 +89,6 @@ class Corpus:
 
 
 def _documents(options: Options) -> tuple[list[str], list[str]]:
-    """(training documents, held-out documents)."""
     separator = options.document_separator or None
     documents = read_documents(options.data, separator)
     held_out = read_documents(options.valid_data_path, separator) if options.valid_data_path else []

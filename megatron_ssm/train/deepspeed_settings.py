@@ -8,8 +8,9 @@ values of the keys that it gets. null counts as absent. Loads no torch.
 import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from commfabric.foundation.json_files import read_json
 
 from .options import Options, flag
 
@@ -54,30 +55,18 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
         hidden_size: The width of the model, from which "auto" sizes of ZeRO 3 follow, as in transformers.
 
     Raises:
-        ValueError: DeepSpeed is not installed; the file cannot be read or is not a JSON object; a value contradicts the
-            options; a key is not supported.
+        OSError: The file cannot be read.
+        ValueError: DeepSpeed is not installed; the file is not a JSON object; a value contradicts the options; a key is not
+            supported.
     """
     path = options.deepspeed_config
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("--engine deepspeed needs the package deepspeed: pip install deepspeed")
-    given = _read_json(path)
+    given = _without_nulls(read_json(path))
     try:
         return _completed(given, options, data_ranks, hidden_size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        given = json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
-    except OSError as error:
-        raise ValueError(f"cannot read --deepspeed-config {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--deepspeed-config {path} is not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"--deepspeed-config {path} is not a JSON object")
-    return given
 
 
 def _completed(given: dict[str, Any], options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
@@ -103,6 +92,12 @@ def _completed(given: dict[str, Any], options: Options, data_ranks: int, hidden_
         "bf16": {"enabled": is_bf16},
         "zero_optimization": zero,
     }
+
+
+def _without_nulls(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {key: _without_nulls(value) for key, value in given.items() if value is not None}
 
 
 def _flattened(given: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -195,7 +190,6 @@ def _zero(stated: dict[str, Any], hidden_size: int) -> dict[str, Any]:
 
 
 def _check_stage(stage: Any, is_bf16: bool, options: Options, predivide_factor: Any) -> None:
-    """ValueError if something does not work with a stage of ZeRO."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage {json.dumps(stage)} is not 0, 1, 2 or 3")
     if is_bf16 and stage == 0:

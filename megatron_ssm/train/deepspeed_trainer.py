@@ -29,10 +29,8 @@ from torch import nn
 
 from commfabric.collectives.agreement import on_first, together
 from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.deepspeed_files import NAMES
-from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
-from megatron_ssm.checkpoints.disk import sync_directory
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.deepspeed_files import NAMES, load_checkpoint
+from megatron_ssm.checkpoints.disk import in_one_line, sync_directory
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.model.model import Model

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megatron_ssm.checkpoints.disk import in_one_line
+
 JSON_LINES = (".jsonl", ".ndjson")
 EXPECTED = "expected UTF-8 text or JSON lines (.jsonl)"
 SUFFIXES = dict.fromkeys((".bin", ".idx"), "part of a Megatron indexed dataset")
@@ -72,30 +74,19 @@ def _raise_unreadable(error: OSError) -> None:
 def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
     """The documents of a file that are not white space alone."""
     text, suffix = _read_text(path), path.suffix.lower()
+    texts: Iterable[str]
     if suffix in JSON_LINES or _is_record(text.lstrip().partition("\n")[0]):
-        texts = _text_fields(path, text)
+        lines = enumerate(text.split("\n"), start=1)
+        texts = (text_of_line(path, number, line) for number, line in lines if line.strip())
     elif suffix == ".json" and _holds_records(text):
         raise ValueError(f"{EXPECTED}, but {path} is one JSON value: write one object with `text` per line")
     else:
-        texts = iter([text] if separator is None else _split_at_lines(text, separator))
+        texts = [text] if separator is None else _split_at_lines(text, separator)
     return (text for text in texts if text.strip())
 
 
-def _text_fields(path: Path, lines: str) -> Iterator[str]:
-    """The field `text` of each line. ValueError if a line is not an object with such a string."""
-    numbered = enumerate(lines.split("\n"), start=1)
-    return (text_of_line(path, number, line) for number, line in numbered if line.strip())
-
-
 def text_of_line(path: Path, number: int, line: str | bytes, column: str = "text") -> str:
-    """The string `column` of the object on a line of JSON lines; ValueError if it has none.
-
-    Args:
-        path: The file, and
-        number: the number of the line in it, for the error.
-        line: The line.
-        column: The name of the string.
-    """
+    """The string `column` of the object on a line of JSON lines; ValueError, with path and number, if it has none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -109,7 +100,6 @@ def text_of_line(path: Path, number: int, line: str | bytes, column: str = "text
 
 
 def _is_record(line: str) -> bool:
-    """Return True if a line is a JSON object with the field `text`."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         return isinstance(record, dict) and "text" in record
@@ -127,11 +117,8 @@ def _holds_records(text: str) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file, without a byte-order mark."""
-    try:
+    with in_one_line(f"cannot read {path}", ValueError):
         data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     kind = SUFFIXES.get(path.suffix.lower()) or next(
         (kind for magic, kind in MAGIC.items() if data.startswith(magic)), None
     )
@@ -147,7 +134,6 @@ def _read_text(path: Path) -> str:
 
 
 def _split_at_lines(text: str, line: str) -> list[str]:
-    """The parts of `text` between the lines that are equal to `line`."""
     if "\n" in line or "\r" in line:
         raise ValueError(f"the document separator {line!r} is more than one line")
     return re.split(rf"^{re.escape(line)}(?:\r?\n|\r?\Z)", text, flags=re.MULTILINE)
@@ -157,15 +143,8 @@ def split_documents(documents: list[str], held_out: float, seed: int) -> tuple[l
     """(training documents, held-out documents).
 
     Documents are visited in a random order that depends on `seed`, and each one that still fits into the share is held out;
-    if none fits, the smallest is. Both lists keep the order of `documents`.
-
-    Args:
-        documents: All documents.
-        held_out: The share of the bytes to hold out, between 0 and 1.
-        seed: Of the random order.
-
-    Raises:
-        ValueError: There are fewer than two documents, or `held_out` is out of range.
+    if none fits, the smallest is. Both lists keep the order of `documents`. held_out: the share of the bytes, between 0 and
+    1. ValueError for fewer than two documents, or a share out of range.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"the held-out share is {held_out}, not between 0 and 1")

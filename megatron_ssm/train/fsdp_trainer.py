@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.deepspeed_files import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.model.parameters import fields_of
 
@@ -79,7 +79,6 @@ class FsdpTrainer(Trainer):
     # Checkpoints
 
     def checkpoint_state(self) -> GatheredState:
-        """See `Trainer.checkpoint_state`. The tensors are gathered one by one."""
         steps = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
         return gathered_state(self.model, self.groups, self._gathered, steps)
 

@@ -177,10 +177,9 @@ class IndexedBatches:
         kind = MockGPTDataset if options.mock_data else GPTDataset
         builder = BlendedMegatronDatasetBuilder(kind, [self.planned, held_out, 0], lambda: True, config)
         self._train, valid_samples, _ = builder.build()
-        return self._held_out(valid_samples, held_out) if valid_samples is not None and held_out else None
-
-    def _held_out(self, dataset: Any, count: int) -> Samples:
-        samples = [dataset[index] for index in range(min(count, len(dataset)))]
+        if valid_samples is None or not held_out:
+            return None
+        samples = [valid_samples[index] for index in range(min(held_out, len(valid_samples)))]
         inputs, labels = (torch.stack([each[name] for each in samples]) for name in ("tokens", "labels"))
         return Samples(inputs, labels, sum(map(self._corpus.bytes_of, labels.tolist())))
 

@@ -160,7 +160,6 @@ def is_megatrons(folder: Path) -> bool:
 
 
 def _is_same(value: str, only: str) -> bool:
-    """Return True if two values are the same text, or the same number."""
     try:
         return value == only or float(value) == float(only)
     except ValueError:

@@ -20,7 +20,6 @@ def training_memory(options: Options, config: Stack, expert_ranks: int = 1) -> T
 
 
 def has_residuals(options: Options) -> bool:
-    """Return True if the mode of gradients keeps what it has not sent."""
     return options.gradient_mode not in ("dense", "fp16")
 
 

@@ -216,7 +216,6 @@ class Options:
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """The rules that the values break."""
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1"
@@ -265,7 +264,6 @@ class Options:
             yield f"--seed {shortened(self.seed)} is not a 64-bit integer"
 
     def _problems_of_ramp(self) -> Iterator[str]:
-        """The rules that --rampup-batch-size breaks."""
         if not (words := self.rampup_batch_size):
             return
         named, full = f"--rampup-batch-size {' '.join(words)}", self.global_batch_size
@@ -281,7 +279,6 @@ class Options:
             yield f"{named} is not implemented for --engine deepspeed"
 
     def _problems_of_engine(self) -> Iterator[str]:
-        """Options that do not work with the engine."""
         if (self.engine == "deepspeed") != bool(self.deepspeed_config):
             rule = "needs" if self.engine == "deepspeed" else "has no use for"
             yield f"--engine {self.engine} {rule} --deepspeed-config"
@@ -307,7 +304,6 @@ class Options:
             yield from self._problems_of_experts()
 
     def _problems_of_experts(self) -> Iterator[str]:
-        """Options that do not work with --expert-model-parallel-size."""
         others = {
             "--engine fsdp": self.engine == "fsdp",
             "--engine deepspeed, which knows only its own experts": self.engine == "deepspeed",
@@ -439,7 +435,6 @@ def _shown(default: Any) -> str:
 
 
 def flag(name: str) -> str:
-    """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
 
 

@@ -113,6 +113,8 @@ def prepare(
             written before stays for the next call.
         OSError: A file cannot be read or written.
     """
+    from tqdm import tqdm
+
     source, out = TokenizerInfo.of(tokenizer), Path(out)
     files = _described(inputs)
     recipe = {"inputs": files, "dataset": dataset and [dataset, split], "column": column} | {
@@ -121,7 +123,8 @@ def prepare(
     rows = _texts(inputs, column, separator) if dataset is None else _rows_of(dataset, split, column)
     texts = ((text, size) for text, size in rows if text.strip())  # without documents of white space only
     total = None if dataset else sum(size for _, size, _ in files)
-    with _Writer(out, recipe, source) as writer, _progress_bar(total, shows_progress) as bar:
+    progress_bar = tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress, desc="tokenizing")
+    with _Writer(out, recipe, source) as writer, progress_bar as bar:
         _tokenize(texts, source, writer, bar)
     return writer.prepared
 
@@ -202,7 +205,6 @@ class _Writer:
             self._record()
 
     def _record(self) -> None:
-        """Record in the journal what is on the disk."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -269,7 +271,6 @@ def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> 
 
 
 def _json_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    """The documents of JSON lines, one after the other."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -298,7 +299,6 @@ def _parquet_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
 
 
 def _rows_of(dataset: str, split: str, column: str) -> Iterator[tuple[str, int]]:
-    """The documents of a dataset of Hugging Face."""
     try:
         import datasets
     except ImportError:
@@ -316,9 +316,3 @@ def _text_and_size(text: object, where: str, column: str) -> tuple[str, int]:
     if not isinstance(text, str):
         raise ValueError(f"{where}: {column!r} is {type(text).__name__} in some row, and must be a string")
     return text, len(text)
-
-
-def _progress_bar(total: int | None, is_shown: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, disable=not is_shown, desc="tokenizing")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from commfabric.collectives.agreement import on_first, together
 from commfabric.foundation.command_line import Failure
 from commfabric.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.disk import in_one_line
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
@@ -29,13 +29,12 @@ from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.spec.fields import field_of
 from megatron_ssm.spec.stack import Stack
 
-from .batch_sizes import BatchSizes
-from .interruption import Interruption
+from .batches import BatchSizes
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
 from .run_inputs import RunInputs, ignored_options, read_on_all_ranks
-from .saving import Saver, claim, only_run, resume, resumes_deepspeed
+from .saving import Interruption, Saver, claim, only_run, resume, resumes_deepspeed
 from .trainer import Trainer
 
 
@@ -84,7 +83,6 @@ def pretrain(options: Options) -> None:
 def _run(
     inputs: RunInputs, groups: Groups, device: torch.device, interruption: Interruption, is_restarted: bool
 ) -> None:
-    """Build or load the model, train it, and write it."""
     options = inputs.options
     torch.manual_seed(options.seed)
     with make_model(options, inputs.config, groups, device) as model:
@@ -257,17 +255,14 @@ def _context_of(options: Options, config: Stack, groups: Groups) -> dict[str, An
     return {"context": schedule_of(name, groups.context, config, *sizes), "exchange_channels": exchange}
 
 
-def _exchange_of(model: Model) -> str:
-    """The schedule and the exchange by which its context ranks share a sequence."""
-    exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
-    return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
-
-
 def _summary(model: Model, groups: Groups, inputs: RunInputs) -> str:
     """One line about the model, the ranks, the text and the output directory; for rank 0 alone, which renames folders."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
     experts = "" if groups.expert is None else f", {groups.expert.size()} of which divide the experts"
-    context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
+    context = ""
+    if model.context_ranks is not None:
+        exchange = "exchanging channels" if model.context_ranks.exchanges_channels else "passing states"
+        context = f" {groups.context_ranks} context ({model.schedule}, {exchange}) x"
     corpus, out = inputs.corpus, inputs.out
     held_out = (
         f"{corpus.held_out.text_bytes:,} held out"

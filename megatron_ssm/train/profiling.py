@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from commfabric.collectives.agreement import on_first
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.disk import in_one_line
 from megatron_ssm.model.adapters import adapter_parameters
 from megatron_ssm.model.flops import known_peak, training_flops
 from megatron_ssm.model.model import Model
@@ -57,27 +57,24 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been recorded, if it has not been written."""
         if self._folder is not None:
             on_first(in_one_line(f"cannot write to --profile {self._folder}")(self._write), dist.group.WORLD)
 
     def _write(self) -> None:
-        if self._profile is not None and self._folder is not None:
-            self._profile.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _export(self._profile, self._folder / f"steps-{self._first}-{self._recorded}.json")
-            self._profile = None
-
-
-def _export(profile: torch.profiler.profile, path: Path) -> None:
-    """Write the trace to a file. OSError if the disk is full; then nothing of it remains, and an earlier file stays."""
-    hidden = path.with_name(f".{path.name}")
-    try:
-        hidden.touch()  # an OSError, where the profiler would only warn
-        profile.export_chrome_trace(str(hidden))
-        if not hidden.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)
-        hidden.with_name(f"{hidden.name}.tmp").unlink(missing_ok=True)  # the profiler writes to it, and renames it
+        """OSError if the disk is full; then nothing of the trace remains, and an earlier file stays."""
+        if self._profile is None or self._folder is None:
+            return
+        self._profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps-{self._first}-{self._recorded}.json"
+        hidden = path.with_name(f".{path.name}")
+        try:
+            hidden.touch()  # an OSError, where the profiler would only warn
+            self._profile.export_chrome_trace(str(hidden))
+            if not hidden.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            hidden.replace(path)
+        finally:
+            hidden.unlink(missing_ok=True)
+            hidden.with_name(f"{hidden.name}.tmp").unlink(missing_ok=True)  # the profiler writes to it, and renames it
+        self._profile = None

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from commfabric.collectives.agreement import on_first
-from commfabric.foundation.command_line import Printer
-from megatron_ssm.checkpoints.failures import first_line, in_one_line
+from commfabric.foundation.command_line import Printer, first_line
+from megatron_ssm.checkpoints.disk import in_one_line
 
 from .options import Options, flag
 from .tracking import Trackers
@@ -188,11 +188,9 @@ class Throughput:
 def check_places(options: Options) -> None:
     """ValueError if the log, or a folder of --tensorboard or --profile, cannot be written."""
     if options.log:
-        try:
+        with in_one_line(f"cannot write to --log {options.log}", ValueError):
             Path(options.log).parent.mkdir(parents=True, exist_ok=True)
             Path(options.log).open("a").close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --log {options.log}: {error.strerror}") from None
     for name in ("tensorboard", "profile"):
         if folder := getattr(options, name):
             make_folder(name, folder)
@@ -200,15 +198,12 @@ def check_places(options: Options) -> None:
 
 def make_folder(name: str, folder: str | Path) -> None:
     """Create a folder that the option `name` asks for; ValueError if it cannot be written."""
-    try:
+    with in_one_line(f"cannot write to {flag(name)} {folder}", ValueError):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"cannot write to {flag(name)} {folder}: {error.strerror}") from None
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return True if something that happens every `interval` steps (0: never) happens after this step."""
     return interval > 0 and step % interval == 0
 
 

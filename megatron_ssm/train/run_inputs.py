@@ -25,8 +25,7 @@ from megatron_ssm.model.lora import find_modules
 from megatron_ssm.parallel.blocks import check_sequence_length
 from megatron_ssm.spec.stack import Stack
 
-from .batch_sizes import BatchSizes
-from .batches import Batches, Tokens
+from .batches import Batches, BatchSizes, Tokens
 from .corpus import Corpus
 from .deepspeed_settings import read_settings
 from .indexed import IndexedBatches
@@ -61,10 +60,6 @@ class RunInputs:
     Attributes:
         options: The options of the run; `resume` is "auto" if torchrun has restarted it (see `saving.only_run`).
         out: The directory of --out.
-        corpus: The text and its tokenizer.
-        config: The model's configuration.
-        batches: The samples of the text.
-        batch_sizes: The samples of each step.
         requirements: JSON values that a run which resumes from this one's checkpoints must have in common with it.
         checkpoint: The checkpoint from which this run resumes, and its step; None for a new run.
         deepspeed: The configuration of DeepSpeed's engine; None for another engine.
@@ -86,7 +81,9 @@ class RunInputs:
 
         ranks: the number of those of the run; None: of the launcher.
         """
-        out = _make_output_directory(options.out)
+        out = Path(options.out)
+        for folder in (out, out / "checkpoints"):
+            make_folder("out", folder)
         corpus = Corpus(options)
         config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
@@ -121,7 +118,6 @@ class RunInputs:
 
     @property
     def first_step(self) -> int:
-        """The number of steps that the checkpoint has done, 0 for a new run."""
         return self.checkpoint[1] if self.checkpoint else 0
 
     def fingerprint(self) -> dict[str, Any]:
@@ -195,14 +191,6 @@ def ignored_options(options: Options, replicas: int) -> list[str]:
     defaults = {option.name: option.default for option in fields(Options)}
     ignored = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
     return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in ignored.items() if names]
-
-
-def _make_output_directory(path: str) -> Path:
-    """Create the output directory and its folder of checkpoints; ValueError if one of them cannot be written."""
-    out = Path(path)
-    for folder in (out, out / "checkpoints"):
-        make_folder("out", folder)
-    return out
 
 
 def _resume_requirements(options: Options, config: Stack, batches: Batches | IndexedBatches) -> dict[str, Any]:

@@ -1,23 +1,30 @@
-"""The checkpoints of a run: writing them, at once or in the background, and resuming from the newest intact one."""
+"""The checkpoints of a run: when to write them, writing them at once or in the background, and resuming from the newest.
+
+In the background, training stops only while the state is copied to memory. The copy is as large as this rank's parameters
+and moments, and its memory is used again for the next checkpoint.
+"""
 
 import contextlib
 import functools
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from commfabric.collectives.agreement import gather_objects, on_first, together
-from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.background import BackgroundWriter
+from commfabric.foundation.command_line import Failure, first_line
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
-from megatron_ssm.checkpoints.disk import DirectoryLock
-from megatron_ssm.checkpoints.failures import first_line, in_one_line
+from megatron_ssm.checkpoints.disk import DirectoryLock, in_one_line
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
@@ -27,12 +34,12 @@ from megatron_ssm.checkpoints.folders import (
     rename_to_old,
     step_of,
 )
-from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
+from megatron_ssm.kernels.huge_pages import HugePages
 
 from .gradients import local_part
-from .interruption import Interruption
 from .options import Options
+from .pending_gradients import PendingFile, has_pending, read_pending
 from .progress import is_due
 from .trainer import Trainer
 
@@ -40,6 +47,89 @@ BEGUN = ".begun"  # a file next to the checkpoints: the `_names_of_run` of the r
 NO_ID = "none"  # the id of torchrun's runs that are started without one
 STARTED = time.monotonic()  # about when the process started, from which --exit-duration-in-mins counts
 OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # preempted nodes get the first; Slurm can send the second before the end
+
+
+class Interruption:
+    """While it is entered, notes SIGNALS, which ask a run to leave, instead of letting them end the process.
+
+    The handlers are set in the main thread only; elsewhere Python does not allow it, and signals act as they did.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._received, self._before = device, 0, dict[int, Any]()
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def on_any_rank(self, has_failed: bool = False, is_late: bool = False) -> tuple[str, bool, bool]:
+        """(the name of a signal that any rank has received, or ""; `has_failed`, `is_late`: true if one is on any rank).
+
+        All ranks call it together and get the same. All-reduces three integers over the default group.
+        """
+        flags = torch.tensor([self._received, int(has_failed), int(is_late)], device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        number, failed, late = flags.tolist()
+        return signal.Signals(number).name if number else "", bool(failed), bool(late)
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time. All ranks make the same calls in the same order.
+
+    It communicates over its own gloo group with the time-out `timeout`, so that its messages do not mix with training.
+    """
+
+    def __init__(self, timeout: timedelta):
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # {name: (copy of a tensor, entry of the copy)}
+        self._memory = HugePages()
+        self._under_way: Future | None = None
+
+    def write(self, make: Callable[[Stage], Snapshot]) -> None:
+        """Wait for the previous checkpoint, copy the state, and begin to write it.
+
+        `make` returns the snapshot; its argument `stage` makes entries of copies (see `Snapshot.of`). Failure on every rank
+        if the previous checkpoint could not be written.
+        """
+        self.wait()
+        snapshot = make(self._entry)
+        self._under_way = self._thread.submit(snapshot.write, self._group)
+
+    def _entry(self, name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The entry of a copy in this host's memory, which is reused if the previous one has the same shape and dtype."""
+        known = self._copies.get(name)
+        if known is None or (known[0].shape, known[0].dtype) != (tensor.shape, tensor.dtype):
+            if tensor.is_cuda:
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            else:
+                with self._memory:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            known = self._copies[name] = copy, entry_of(copy)
+        copy, entry = known
+        copy.copy_(tensor)
+        return entry
+
+    @property
+    def has_failed(self) -> bool:
+        """True if this rank already knows that the checkpoint under way cannot be written; `wait` then says why."""
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is under way. Failure on every rank if it could not be written."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
 
 
 class Saver:
@@ -99,13 +189,14 @@ class Saver:
 
     def _snapshot(self, step: int, stage: Stage | None = None) -> Snapshot:
         trainer, options = self._trainer, self._trainer.options
+        pending = PendingFile.of(trainer, copies=stage is not None)
+        write_pending = None if pending is None else pending.write
         return Snapshot.of(
             self._directory, step, trainer.model, trainer.checkpoint_state(), self._requirements, options.decay_steps,
-            PendingFile.of(trainer, copies=stage is not None), options.keep, stage, trainer.batch_sizes.of_step(step)[0],
+            write_pending, options.keep, stage, trainer.batch_sizes.of_step(step)[0],
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Wait until no checkpoint is under way."""
         if self._background is not None:
             self._background.wait()
 
@@ -172,20 +263,7 @@ def logs_of_torchrun() -> str:
     return folder[1] if folder else ""
 
 
-def mark_begun(directory: Path) -> None:
-    """Mark the checkpoints in a directory as this run's, if torchrun has started its ranks; see `only_run`."""
-    names = _names_of_run()
-
-    def write() -> None:
-        directory.mkdir(exist_ok=True)
-        (directory / BEGUN).write_text("\n".join(sorted(names)), encoding="utf-8")
-
-    if names:
-        on_first(in_one_line(f"cannot write to {directory}")(write), dist.group.WORLD)
-
-
 def resumes_deepspeed(options: Options) -> bool:
-    """Return True if --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
     return options.resume not in OWN
 
 
@@ -216,7 +294,6 @@ def checkpoint_to_resume(
 
 
 def _with_step_checked(train_iters: int, path: Path, step: int) -> tuple[Path, int]:
-    """The given checkpoint and its step. ValueError: it has done more steps than the run will have."""
     if step > train_iters:
         raise ValueError(f"{path} has done {step} steps, more than --train-iters {train_iters}")
     return path, step
@@ -285,4 +362,11 @@ def claim(directory: Path, continues: bool) -> None:
     """
     if not continues:
         rename_to_old(directory)
-    mark_begun(directory)
+    names = _names_of_run()
+
+    def mark() -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / BEGUN).write_text("\n".join(sorted(names)), encoding="utf-8")
+
+    if names:  # torchrun has started the ranks; see `only_run`
+        on_first(in_one_line(f"cannot write to {directory}")(mark), dist.group.WORLD)

@@ -1,16 +1,15 @@
 """The trackers beside the log: TensorBoard and Weights & Biases. Rank 0 writes them."""
 
-import contextlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.failures import first_line
+from commfabric.foundation.command_line import first_line
+from megatron_ssm.checkpoints.disk import in_one_line
 
 from .options import Options, flag
 
@@ -43,10 +42,10 @@ class Trackers:
         """
         options = self._options
         if options.wandb:  # first: if it cannot begin, TensorBoard has hidden nothing
-            with _named("--wandb"):
+            with in_one_line("cannot write to --wandb"):
                 self._wandb = _wandb_run(options, Path(options.out, "wandb", "run-id"), start)
         if options.tensorboard:
-            with _named(f"--tensorboard {options.tensorboard}"):
+            with in_one_line(f"cannot write to --tensorboard {options.tensorboard}"):
                 from torch.utils.tensorboard import SummaryWriter
 
                 threading.excepthook = _without_tensorboard(threading.excepthook)
@@ -56,7 +55,7 @@ class Trackers:
         """Write the numbers of a logged step: the same as in the log."""
         values = {name: value for name, value in line.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
-            with _named(f"--tensorboard {self._options.tensorboard}"):
+            with in_one_line(f"cannot write to --tensorboard {self._options.tensorboard}"):
                 for name, value in values.items():
                     self._tensorboard.add_scalar(name, value, line["step"])
                 self._tensorboard.flush()
@@ -65,7 +64,7 @@ class Trackers:
     def close(self) -> None:
         """Write what is left. Weights & Biases has FINISH_TIMEOUT_S seconds for it, or WANDB_FINISH_TIMEOUT if it is set."""
         if self._tensorboard is not None:
-            with _named(f"--tensorboard {self._options.tensorboard}"):
+            with in_one_line(f"cannot write to --tensorboard {self._options.tensorboard}"):
                 self._tensorboard.close()
         self._call_wandb(lambda run: run.finish(), "cannot finish")
 
@@ -77,15 +76,6 @@ class Trackers:
             action(self._wandb)
         except Exception as error:  # its own errors, and those of its service process, are of many kinds
             self._report(f"--wandb: Weights & Biases {failure}: {first_line(error)}")
-
-
-@contextlib.contextmanager
-def _named(place: str) -> Iterator[None]:
-    """Failure with the name of the place instead of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise Failure(f"cannot write to {place}: {first_line(error)}") from None
 
 
 def _without_tensorboard(hook: Callable[[Any], object]) -> Callable[[Any], object]:

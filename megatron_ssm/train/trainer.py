@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commfabric.collectives.wire_formats import at_least_fp32
 from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.deepspeed_files import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.kernels import fused_adam
 from megatron_ssm.layers.experts import Experts
@@ -27,12 +27,11 @@ from megatron_ssm.layers.routing import RouterLosses, Routing
 from megatron_ssm.model.model import Model
 from megatron_ssm.model.parameters import parameter_groups
 from megatron_ssm.parallel.groups import Groups
-from megatron_ssm.parallel.torch_ddp import ordered_ddp
 from megatron_ssm.spec.fields import field_of
+from megatron_ssm.train.gradients import ordered_ddp
 from sparsefusion import SparseFusion
 
-from .batch_sizes import BatchSizes
-from .batches import IGNORE_INDEX, Batches, Tokens, windows
+from .batches import IGNORE_INDEX, Batches, BatchSizes, Tokens, windows
 from .gradients import (
     Gradients,
     average_replicated_gradients,
@@ -75,7 +74,7 @@ def decaying_groups(model: Model, options: Options) -> list[dict[str, Any]]:
 
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
-    """AdamW (see `ops.fused_adam`) of `parameter_groups`."""
+    """AdamW (see `kernels.fused_adam`) of `parameter_groups`."""
     betas = (options.adam_beta1, options.adam_beta2)
     groups = decaying_groups(model, options)
     return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
@@ -128,12 +127,8 @@ def gathered_state(
 ) -> GatheredState:
     """This rank's share of the parameters, for `Snapshot.of` of engines that divide the optimizer's state.
 
-    Args:
-        model: The model in training.
-        groups: Its process groups.
-        gather: Returns the whole tensors of a parameter, by the names of `entries`. The ranks that hold the same part of
-            the model call it together, and each keeps its share on the CPU.
-        steps: The number of steps that the optimizer has done.
+    `gather` returns the whole tensors of a parameter, by the names of `entries`. The ranks that hold the same part of the
+    model call it together, and each keeps its share on the CPU.
     """
     state = {}
     for index, parameter in enumerate(model.parameters()):
@@ -144,7 +139,6 @@ def gathered_state(
 
 
 def entries(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of what a checkpoint has of a parameter."""
     return ("model", *MOMENTS) if parameter.requires_grad else ("model",)
 
 
@@ -336,7 +330,6 @@ class Trainer:
         return loss.detach()
 
     def _share_of_loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The share of one micro-batch in the loss of the step."""
         device = self.model.device
         return self.loss(inputs.to(device), labels.to(device)).to(at_least_fp32(self.model.dtype)) / self.accumulation
 
@@ -352,7 +345,6 @@ class Trainer:
                     dist.all_reduce(parameter.grad, group=self.groups.expert_data)
 
     def _average_copies(self) -> None:
-        """Make the gradients of copies that tensor-parallel ranks hold the same; see `average_replicated_gradients`."""
         average_replicated_gradients(self.model, self._gradients())
 
     def _norm(self) -> torch.Tensor:
@@ -362,12 +354,10 @@ class Trainer:
         clip_gradients(self.model, norm, self.options.clip_grad, self._gradients())
 
     def _update(self) -> None:
-        """Update the parameters, and set the gradients to zero."""
         self.optimizer.step()
         self._discard_gradients()
 
     def _discard_gradients(self) -> None:
-        """Set the gradients to zero."""
         fused_adam.zero_gradients(self.optimizer)
 
 

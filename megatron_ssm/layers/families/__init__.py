@@ -3,14 +3,13 @@
 In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family from outside; no other module names a family.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.spec.adapters import adapters_in
+from commfabric.foundation import json_files
 from megatron_ssm.spec.reader import Family, FieldReader
 from megatron_ssm.spec.stack import Stack
 
@@ -83,11 +82,17 @@ def read_json(directory: str | Path) -> Any:
         check_directory(directory)
         path = path / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no model configuration: {path} does not exist{adapters_in(path.parent)}")
+        raise FileNotFoundError(f"no model configuration: {path} does not exist{_adapters_in(path.parent)}")
+    return json_files.read_json(path)
+
+
+def _adapters_in(directory: Path) -> str:
+    """The end of an error about a missing config.json that names the model of LoRA adapters; "" if there are none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        base = json_files.read_json(directory / "adapter_config.json")["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    return f"; {directory} holds LoRA adapters of the model {base}: give that model, and --lora {directory}"
 
 
 def check_directory(model: str | Path) -> None:

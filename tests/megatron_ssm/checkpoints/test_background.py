@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ssm.checkpoints.background import BackgroundWriter
-from megatron_ssm.checkpoints.pending_gradients import PendingFile
+from megatron_ssm.train.pending_gradients import PendingFile
+from megatron_ssm.train.saving import BackgroundWriter
 
 
 class Kept:

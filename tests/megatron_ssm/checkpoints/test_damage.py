@@ -19,9 +19,9 @@ from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints import disk
 from megatron_ssm.checkpoints.disk import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, read_training
-from megatron_ssm.checkpoints.pending_gradients import PendingFile
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot, load_training
+from megatron_ssm.train.pending_gradients import PendingFile
 from serving import attempt
 
 RUN_SETTINGS = {"vocab_size": tiny.VOCAB}
@@ -42,7 +42,10 @@ def trained(tp, step=1, **changes):
 
 def save(trainer, directory, step=1, keep=2):
     pending = PendingFile.of(trainer)
-    Snapshot.of(directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS, pending=pending, keep=keep).write()
+    write_pending = pending and pending.write
+    Snapshot.of(
+        directory, step, trainer.model, trainer.optimizer, RUN_SETTINGS, write_pending=write_pending, keep=keep
+    ).write()
 
 
 # Files that have changed

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ssm.cli import doctor, known_problems
+from megatron_ssm.cli import doctor
 from megatron_ssm.kernels import cuda_kernels, fused_adam, kernels, products
 from megatron_ssm.kernels.optional_imports import OptionalImport
 from megatron_ssm.kernels.report import kernels_line
@@ -274,36 +274,36 @@ def test_the_page_fits_80_columns_and_ends_in_a_verdict(harmed):
 @pytest.mark.parametrize("threads,lines", [("", 0), ("1", 0), ("1,4", 0), ("many", 1), ("4096,1", 1)])
 def test_omp_num_threads(threads, lines, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert len(known_problems.omp_threads()) == lines
+    assert len(doctor.omp_threads()) == lines
 
 
 def test_an_apex_that_is_only_a_folder(tmp_path, monkeypatch):
     (tmp_path / "apex").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    (line,) = known_problems.foreign_apex()
+    (line,) = doctor.foreign_apex()
     assert line.startswith(f"apex ({tmp_path}/apex) is not NVIDIA's: take it off sys.path")
 
 
 def test_a_cpu_build_of_torch_beside_a_gpu():
-    (line,) = known_problems.cpu_torch_beside(["/dev/nvidia0"], "CPU")
+    (line,) = doctor.cpu_torch_beside(["/dev/nvidia0"], "CPU")
     assert "/dev/nvidia0" in line and "install one for CUDA" in line
-    assert not known_problems.cpu_torch_beside([], "CPU")
-    assert not known_problems.cpu_torch_beside(["/dev/nvidia0"], "CUDA 13.0; devices: none")
+    assert not doctor.cpu_torch_beside([], "CPU")
+    assert not doctor.cpu_torch_beside(["/dev/nvidia0"], "CUDA 13.0; devices: none")
 
 
 def test_kernels_of_a_compiler_without_function_clones():
-    (line,) = known_problems.slow_kernels_on({"sse2", "avx2"}, {"megatron_ssm": "SSE2", "commfabric": "AVX2"})
+    (line,) = doctor.slow_kernels_on({"sse2", "avx2"}, {"megatron_ssm": "SSE2", "commfabric": "AVX2"})
     assert line.startswith("megatron_ssm's C kernels use SSE2, but this processor has AVX2: reinstall with GCC 12")
-    assert not known_problems.slow_kernels_on({"sse2"}, {"megatron_ssm": "SSE2"})
-    assert not known_problems.slow_kernels_on({"avx2"}, {"megatron_ssm": "", "commfabric": "AVX-512"})
+    assert not doctor.slow_kernels_on({"sse2"}, {"megatron_ssm": "SSE2"})
+    assert not doctor.slow_kernels_on({"avx2"}, {"megatron_ssm": "", "commfabric": "AVX-512"})
 
 
 def test_shared_memory_that_is_missing_or_small(tmp_path):
-    (line,) = known_problems.shared_memory(tmp_path / "none")
+    (line,) = doctor.shared_memory(tmp_path / "none")
     assert f"{tmp_path}/none is missing" in line
-    (line,) = known_problems.shared_memory(tmp_path, needed=2**62)
+    (line,) = doctor.shared_memory(tmp_path, needed=2**62)
     assert f"MB free, of {2**42} needed" in line
-    assert known_problems.shared_memory(tmp_path, needed=0) == []
+    assert doctor.shared_memory(tmp_path, needed=0) == []
 
 
 def test_the_line_of_a_job():

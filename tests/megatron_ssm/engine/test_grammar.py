@@ -92,7 +92,6 @@ def test_stop_tokens_are_allowed_only_where_the_text_may_end():
         (grammar.json_schema, {"type": "nonsense"}, "json_schema: "),
         (grammar.json_schema, "{", "json_schema: "),
         (grammar.json_schema, {"a": {1, 2}}, "json_schema: "),
-        (grammar.regex, 3, "the text of a grammar must be a string, not int"),
     ],
 )
 def test_wrong_grammars(make, argument, message):
@@ -236,11 +235,6 @@ def test_formats_that_are_annotations():
 def test_formats_that_are_enforced():
     made = grammar.json_schema({"type": "string", "format": "date"})
     assert is_matched(made, '"2026-02-28"') and not is_matched(made, '"soon"')
-
-
-def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="unknown grammar kind 'ebnf': expected json_object, "):
-        grammar.Grammar("ebnf", "")
 
 
 def test_grammars_can_be_sent_to_other_ranks():

@@ -129,14 +129,8 @@ def test_what_requests_refuse():
         ("logit_bias: token id 257 is outside the vocabulary of 257", dict(logit_bias={VOCAB: 1.0})),
         ("logit_bias: token id -1 is outside", dict(logit_bias={-1: 1.0})),
         ("logit_bias: the bias nan of token 3 must be a finite number", dict(logit_bias={3: float("nan")})),
-        ("logit_bias: the bias 'a' of token 3 must be a finite number", dict(logit_bias={3: "a"})),
-        ("logprobs=-1 must be an integer from 0", dict(logprobs=-1)),
-        ("logprobs=1.5 must be an integer", dict(logprobs=1.5)),
-        ("logprobs=True must be an integer", dict(logprobs=True)),
+        ("logprobs=-1 must be from 0", dict(logprobs=-1)),
         ("logprobs=258 exceeds the vocabulary of 257", dict(logprobs=VOCAB + 1)),
-        ("prompt_logprobs=1 must be True or False", dict(prompt_logprobs=1)),
-        ("grammar='a' must be a Grammar", dict(grammar="a")),
-        ("prefix_key must be a string, not int", dict(prefix_key=3)),
     ):
         answer = attempt(engine.add, PROMPT, **options)
         assert answer is not None and answer[0] == "ValueError" and expected in answer[1], (expected, answer)

@@ -181,7 +181,7 @@ def test_a_checkpoint_without_a_generation_config(tmp_path):
     found = load(directory, dtype=torch.float64).generate(prompts, attention_mask=torch.ones_like(prompts))
     assert found.tolist() == transformers(directory, prompts, torch.ones_like(prompts))
     (directory / "generation_config.json").write_text("[1")
-    with pytest.raises(ValueError, match="generation_config.json is not a generation configuration"):
+    with pytest.raises(ValueError, match="generation_config.json is not a JSON object"):
         load(directory).generate(prompts)
 
 
@@ -366,7 +366,6 @@ REFUSED = {
     "do_sample=True with num_beams > 1 is not implemented": dict(num_beams=2, do_sample=True),
     "stop_strings with num_beams > 1 are not implemented": dict(num_beams=2, stop_strings=["a"]),
     "num_beams=0 must be at least 1": dict(num_beams=0),
-    "num_beams=2.0 must be at least 1": dict(num_beams=2.0),
     "num_return_sequences=0 must be at least 1": dict(num_return_sequences=0),
     "num_return_sequences=4 needs do_sample=True or at least as many beams, not 3": dict(
         num_return_sequences=4, num_beams=3
@@ -387,16 +386,6 @@ REFUSED = {
     "token id 7 is outside the vocabulary of 7": dict(input_ids=torch.full((1, 8), 7), num_beams=2),
     "must be (batch, seq) with at least one token, not (8,)": dict(input_ids=words(1)[0]),
     "must be (batch, seq) with at least one token, not (2, 0)": dict(input_ids=words(2)[:, :0]),
-    "must be (batch, seq) with at least one token, not list": dict(input_ids=words(2).tolist()),
-    "must be (batch, seq) with at least one token, not list ": dict(input_ids=words(2).tolist(), pad_token_id=0),
-    "must be (batch, seq) with at least one token, not NoneType": dict(input_ids=None),
-    "must be (batch, seq) with at least one token, not NoneType ": dict(input_ids=None, num_beams=2, pad_token_id=0),
-    "length_penalty='a' must be a number": dict(length_penalty="a"),
-    "length_penalty='a' must be a number ": dict(length_penalty="a", num_beams=2),
-    "length_penalty=True must be a number": dict(length_penalty=True, num_beams=2),
-    "temperature='a' must be a number": dict(do_sample=True, temperature="a"),
-    "repetition_penalty='a' must be a number": dict(repetition_penalty="a", num_beams=2),
-    "num_beams='2' must be at least 1": dict(num_beams="2"),
     "logits_processor=[1] is not implemented": dict(logits_processor=[1]),
     "has no token": dict(input_ids=torch.zeros(2, 8, dtype=torch.long), pad_token_id=0),
 }

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from cases import oracle
 from commfabric.native.library import Library
 from megatron_ssm import generate, load
-from megatron_ssm.kernels import cuda_convolution, cuda_gated_delta, cuda_kernels, cuda_scans, kernels
+from megatron_ssm.kernels import convolution, cuda_kernels, cuda_scans, kernels
 from megatron_ssm.kernels.convolution import causal_conv_ref
-from megatron_ssm.kernels.gated_delta import gated_delta, gated_delta_ref
+from megatron_ssm.kernels.gated_delta import gated_delta, gated_delta_ref, supports_gated_delta
 from megatron_ssm.kernels.optional_imports import OptionalImport
 from megatron_ssm.kernels.scan import selective_scan_ref, ssd_ref
 from scans import KINDS, PREVIOUS, SEQUENCES, delta_inputs, error, everything, in_pieces, inputs_of
@@ -324,9 +324,9 @@ def test_strides_of_dimensions_of_size_one(shape):
     """torch ignores these strides when it calls a tensor contiguous; the kernel reads them."""
     tensor = torch.randn(*shape, 16).as_strided((*shape, 16), (3, 16, 1) if shape[0] == 1 else (16, 3, 1))
     assert tensor.is_contiguous() and not allows_vector_loads(tensor.transpose(1, 2))
-    vectors = cuda_convolution._in_vectors(tensor)
+    vectors = convolution._in_vectors(tensor)
     assert allows_vector_loads(vectors.transpose(1, 2)) and torch.equal(vectors, tensor)
-    assert cuda_convolution._in_vectors(vectors) is vectors
+    assert convolution._in_vectors(vectors) is vectors
 
 
 @pytest.mark.parametrize("before, between", [(1, 7), (3, 2), (8, 0)])
@@ -335,7 +335,7 @@ def test_misaligned_tensors_are_copied(called, before, between):
     wide = torch.randn(2, 5, before + 16 + between)
     part = wide[..., before : before + 16]
     aligned = before % 8 == 0 and between % 8 == 0
-    assert allows_vector_loads(part.transpose(1, 2)) == aligned == (cuda_convolution._in_vectors(part) is part)
+    assert allows_vector_loads(part.transpose(1, 2)) == aligned == (convolution._in_vectors(part) is part)
     inputs = inputs_for("conv", seq=5) | {"history": None}  # with a history, the gradient would be copied before
     y, _ = KINDS["conv"][0](**inputs)
     plain, _ = KINDS["conv"][1](**inputs)
@@ -495,9 +495,7 @@ def test_tf32_only_where_torch_allows_it(called, monkeypatch):
 
     def supported(dtype=None):
         narrow = [inputs | {n: inputs[n].to(dtype) for n in names} for inputs, names in ((ssd, "xBC"), (delta, "qkv"))]
-        return cuda_scans.supports_ssd(**narrow[0]), cuda_gated_delta.supports_gated_delta(
-            **narrow[1], one_by_one=False
-        )
+        return cuda_scans.supports_ssd(**narrow[0]), supports_gated_delta(**narrow[1], one_by_one=False)
 
     assert supported() == (False, False) and supported(torch.bfloat16) == (True, True)
     with torch.autocast("cpu", torch.bfloat16):

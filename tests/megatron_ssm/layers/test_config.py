@@ -344,9 +344,9 @@ def test_refused_values(base, changes, words):
     "written, error, words",
     [
         (None, FileNotFoundError, "config.json does not exist"),
-        ("{", ValueError, "is not JSON"),
-        ("[]", ValueError, "config.json must be an object, not list"),
-        ("[" * 100_000, ValueError, "is not JSON"),
+        ("{", ValueError, "is not a JSON object"),
+        ("[]", ValueError, "config.json is not a JSON object"),
+        ("[" * 100_000, ValueError, "is not a JSON object"),
     ],
 )
 def test_files_that_are_not_a_configuration(written, error, words, tmp_path):

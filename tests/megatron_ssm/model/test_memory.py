@@ -165,8 +165,3 @@ def test_cuda_kernels_need_more(name, added, tmp_path):
     config = families.read(tmp_path)
     ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["scan"] for on_cuda in (False, True))
     assert theirs - ours == added
-
-
-def test_no_ranks(oracle):
-    with pytest.raises(ValueError, match="^0 tensor-parallel ranks"):
-        Memory(families.read(oracle("mamba").directory), 0)

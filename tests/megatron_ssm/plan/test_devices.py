@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron_ssm.plan.devices import DEVICES, GRAPH, of_data_sheet, read_device
-from megatron_ssm.plan.host_memory import memory_limit, own_memory
+from megatron_ssm.plan.devices import DEVICES, GRAPH, memory_limit, of_data_sheet, own_memory, read_device
 
 RATES = {"memory_gb": 96, "tflops": 1000.0, "bandwidth_gb_s": 4000}
 
@@ -39,18 +38,18 @@ def test_a_device_from_a_file(tmp_path):
         (RATES | {"mamba1_layer_us": -1}, "mamba1_layer_us -1 must be a number from 0 to 1e+12"),
         (RATES | {"bandwith_gb_s": 1}, "unknown field 'bandwith_gb_s' (did you mean bandwidth_gb_s?)"),
         ({"memory_gb": 80, "tflops": 1}, "bandwidth_gb_s None must be a number from 1e-06 to 1e+12"),
-        ([1], "is not a JSON object with the fields memory_gb, tflops, bandwidth_gb_s"),
+        ([1], "is not a JSON object"),
         (RATES | {"tflops": 10**400}, "must be a number from 1e-06 to 1e+12"),
         (RATES | {"tflops": 1e-320}, "must be a number from 1e-06 to 1e+12"),
-        ("{", "tflops, bandwidth_gb_s: "),
-        ("[" * 100_000, "tflops, bandwidth_gb_s: "),
+        ("{", "is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
     ],
 )
 def test_a_wrong_file_of_a_device(tmp_path, content, message):
     path = written(tmp_path, content)
     with pytest.raises(ValueError) as error:
         read_device(path)
-    assert str(error.value).startswith(f"--device {path}") and message in str(error.value)
+    assert str(path) in str(error.value) and message in str(error.value)
 
 
 def cgroups_of(folder, membership, limits):

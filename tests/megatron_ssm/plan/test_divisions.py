@@ -33,10 +33,10 @@ from megatron_ssm.model.advise import block_outputs
 from megatron_ssm.model.context import schedule_of
 from megatron_ssm.model.memory import Memory
 from megatron_ssm.plan import measured as measured_times
+from megatron_ssm.plan.command import as_json, generation_text, training_text, why
 from megatron_ssm.plan.devices import DEVICES, Device
 from megatron_ssm.plan.divisions import Generation, Training, generation_divisions, training_divisions
 from megatron_ssm.plan.measured import REPEATED, MeasuredDevice, part_of
-from megatron_ssm.plan.report import as_json, generation_text, training_text, why
 from megatron_ssm.plan.traffic import (
     AGREEMENT_BYTES,
     WIRE_FORMATS,

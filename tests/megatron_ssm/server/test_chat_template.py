@@ -124,7 +124,7 @@ def test_a_template_that_is_not_valid_is_named(directory):
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: the chat template is not valid: "):
         ChatTemplate(directory)
     (directory / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a tokenizer configuration"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a JSON object"):
         ChatTemplate(directory)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
-from megatron_ssm.train.batch_sizes import BatchSizes
-from megatron_ssm.train.batches import Batches
+from megatron_ssm.train.batches import Batches, BatchSizes
 from megatron_ssm.train.options import Options, parse_options
 from megatron_ssm.train.pretraining import pretrain
 

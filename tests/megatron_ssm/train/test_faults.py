@@ -42,7 +42,6 @@ from commfabric.collectives.agreement import on_first
 from commfabric.foundation import command_line
 from megatron_ssm.checkpoints import disk
 from megatron_ssm.checkpoints import training as checkpoint_writer
-from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.disk import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.shards import ShardReader
@@ -50,7 +49,7 @@ from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.train import corpus, pretraining, saving
 from megatron_ssm.train.options import parse_options
 from megatron_ssm.train.progress import Progress
-from megatron_ssm.train.saving import BEGUN
+from megatron_ssm.train.saving import BEGUN, BackgroundWriter
 from megatron_ssm.train.trainer import SequenceLoss, Trainer
 from ranks import run_agent
 

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models
 
 import tiny
 from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.pending_gradients import PendingFile, read_pending
 from megatron_ssm.model.model import Model
 from megatron_ssm.train import run_inputs
 from megatron_ssm.train.options import parse_options
+from megatron_ssm.train.pending_gradients import PendingFile, read_pending
 from megatron_ssm.train.pretraining import pretrain
 from megatron_ssm.train.progress import Progress
 from megatron_ssm.train.run_inputs import read_on_all_ranks

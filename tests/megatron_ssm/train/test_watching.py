@@ -17,13 +17,13 @@ import tiny
 from benchmarks.support.launched import TINY, Fault, disks_work, fill_disk, launched, lines, small_disk, write_text
 from commfabric.foundation.command_line import run
 from megatron_ssm import families
-from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.folders import find_checkpoints
 from megatron_ssm.checkpoints.shards import ShardWriter
 from megatron_ssm.model.adapters import add_lora
 from megatron_ssm.model.flops import forward_flops, known_peak, matrix_elements, training_flops
 from megatron_ssm.train.options import parse_options
 from megatron_ssm.train.pretraining import pretrain
+from megatron_ssm.train.saving import BackgroundWriter
 
 MODELS = {
     "mamba": dict(model_type="mamba"),

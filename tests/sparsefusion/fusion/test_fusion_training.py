@@ -11,7 +11,7 @@ from chosen import by_default
 
 import tiny
 from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
+from megatron_ssm.train.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.train.trainer import Trainer
 from sparsefusion.fusion import trial
 

@@ -206,17 +206,15 @@ def test_contradictions_and_what_is_not_supported(tmp_path, given, changes, line
     assert re.fullmatch(re.escape(f"{tmp_path / 'ds.json'}: ") + pattern, str(error.value))
 
 
-@pytest.mark.parametrize(
-    "text, line", [("[1]", "is not a JSON object"), ('{"a": ', "is not JSON: .*"), ("{}{}", "is not JSON: .*")]
-)
-def test_files_that_are_no_configuration(tmp_path, text, line):
-    with pytest.raises(ValueError, match=rf"^--deepspeed-config {tmp_path / 'ds.json'} {line}$"):
+@pytest.mark.parametrize("text", ["[1]", '{"a": ', "{}{}"])
+def test_files_that_are_no_configuration(tmp_path, text):
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'ds.json'} is not a JSON object: .*$"):
         settings(tmp_path, text)
 
 
 def test_a_missing_file():
     run = Options(**RUN, engine="deepspeed", deepspeed_config="none.json")
-    with pytest.raises(ValueError, match=r"^cannot read --deepspeed-config none.json: No such file or directory$"):
+    with pytest.raises(FileNotFoundError, match="none.json"):
         read_settings(run, 3, 16)
 
 

@@ -6,39 +6,23 @@ A run with any number of data-parallel replicas can continue from them.
 import copy
 import re
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from commfabric.collectives.agreement import on_first, together
-from megatron_ssm.model.model import Model
+from megatron_ssm.checkpoints.disk import in_one_line
+from megatron_ssm.checkpoints.folders import DamagedCheckpoint, read_intact
+from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.parallel.groups import Groups
-from sparsefusion import SparseFusion
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
-from .failures import in_one_line
-from .folders import DamagedCheckpoint, read_intact
-from .shards import new_file
+from .trainer import Trainer
 
 FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
-
-
-class Trainer(Protocol):
-    """The attributes of `training.trainer.Trainer` that this module uses."""
-
-    model: Model
-    groups: Groups
-    fusion: SparseFusion | None
-    pending_gradients: dict[str, torch.Tensor]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) under the names that `fusion` uses."""
-        ...
 
 
 @dataclass(frozen=True)
