@@ -12,7 +12,7 @@ from commir.ir.monoids import MONOIDS
 from commir.ir.program import Operand, Program, Result
 from commir.lowering import plan_steps as kinds
 from commir.lowering.operand_layouts import Piece
-from commir.lowering.plan_steps import Key, register_key
+from commir.lowering.plan_steps import Key, message_of, register_key
 from commir.lowering.rank_view import Fixed
 from commir.lowering.tensor_blocks import Sizes, expand, flat, select
 from commir.programs.scan_programs import pass_states as pass_block_states
@@ -36,12 +36,12 @@ def send(state: RankState, step: kinds.Send) -> Run:
     """Begin to pass blocks to the rank before, and to receive the next."""
     blocks = state.read(step.operands, step.source)
     handle, targets = yield from state.begin_exchange(blocks, state.peer(step.axis, -1), state.peer(step.axis, 1))
-    state.in_flight[step.message] = handle, targets, []
+    state.in_flight[message_of(step)] = handle, targets, []
 
 
 def arrive(state: RankState, step: kinds.Arrive) -> Run:
     """Wait for blocks."""
-    handle, blocks, _ = state.in_flight.pop(step.message)
+    handle, blocks, _ = state.in_flight.pop(message_of(step))
     yield handle
     state.registers |= {(name, step.key): x for name, x in zip(step.operands, blocks, strict=True)}
 
@@ -99,12 +99,12 @@ def send_partial(state: RankState, step: kinds.SendPartial) -> Run:
     del partial  # so that it is freed
     to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)
     handle, arriving = yield from state.begin_exchange(leaving, to, source)
-    state.in_flight[step.message] = handle, arriving, leaving
+    state.in_flight[message_of(step)] = handle, arriving, leaving
 
 
 def combine(state: RankState, step: kinds.Combine) -> Run:
     """Wait for another rank's partial result, and combine it into this rank's."""
-    handle, arrived, sent = state.in_flight.pop(step.message)
+    handle, arrived, sent = state.in_flight.pop(message_of(step))
     yield handle
     result = state.program.results[step.result]
     MONOIDS[result.monoid].combine(state.read(result.outputs, step.target), arrived)

@@ -2,7 +2,7 @@
 
 A register holds one block of an operand. It has the operand's name and a key, a tuple of loop counters that are all zero for
 the block that the rank owns. Messages that begin in one step and are awaited in another travel while the steps between them
-are taken; the step that begins one and the step that awaits it have the same `message`.
+are taken.
 """
 
 import re
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 Key = tuple[int, ...]
-MessageKey = tuple[object, ...]  # names a message between the step that begins it and the step that awaits it
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,6 @@ class Send:
     source: Key
     target: Key
 
-    @property
-    def message(self) -> MessageKey:
-        return self.operands, self.target
-
 
 @dataclass(frozen=True)
 class Arrive:
@@ -83,10 +78,6 @@ class Arrive:
 
     operands: tuple[str, ...]
     key: Key
-
-    @property
-    def message(self) -> MessageKey:
-        return self.operands, self.key
 
 
 @dataclass(frozen=True)
@@ -106,10 +97,6 @@ class SendPartial:
     source: Key
     target: Key
 
-    @property
-    def message(self) -> MessageKey:
-        return self.result, self.source, self.target
-
 
 @dataclass(frozen=True)
 class Combine:
@@ -118,10 +105,6 @@ class Combine:
     result: int
     source: Key
     target: Key
-
-    @property
-    def message(self) -> MessageKey:
-        return self.result, self.source, self.target
 
 
 @dataclass(frozen=True)
@@ -198,3 +181,10 @@ METHODS = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name, kind in
 def register_key(key: Key) -> Key:
     """The key of a register: () for the block that the rank owns, whose counters are all zero."""
     return key if any(key) else ()
+
+
+def message_of(step: Send | Arrive | SendPartial | Combine) -> tuple[object, ...]:
+    """The name of a message, which is the same for the step that begins it and for the step that awaits it."""
+    if isinstance(step, Send):
+        return step.operands, step.target
+    return (step.operands, step.key) if isinstance(step, Arrive) else (step.result, step.source, step.target)

@@ -13,7 +13,7 @@ from commfabric.fabric.cost_model import Fabric
 from commir.ir.mesh import Mesh
 
 from .accounting import Message
-from .plan_steps import Arrive, Combine, Compute, Send, SendPartial, Step, Summarize
+from .plan_steps import Arrive, Combine, Compute, Send, SendPartial, Step, Summarize, message_of
 
 EQUAL_SPEED = 0.0, 1e9  # seconds, bytes per second: of mesh axes whose speed is not known
 
@@ -101,11 +101,11 @@ def seconds(
         if isinstance(step, Compute | Summarize):  # summaries take the recurrence of a tile
             clock.compute(tile_seconds, overlap)
         elif isinstance(step, Arrive | Combine):
-            clock.now = max(clock.now, clock.arrivals.pop(step.message))
+            clock.now = max(clock.now, clock.arrivals.pop(message_of(step)))
         for message in messages:
             arrival = clock.send(message)
             if isinstance(step, Send | SendPartial):
-                clock.arrivals[step.message] = arrival
+                clock.arrivals[message_of(step)] = arrival
                 clock.now += message_seconds(mesh, message.axis, 0)[0]
             else:
                 clock.now = arrival

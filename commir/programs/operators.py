@@ -307,11 +307,9 @@ class _Reader:
         if isinstance(value, ast.Call) and not is_max and target in map(ast.unparse, value.args):
             self._fail(node, f"{ast.unparse(value.func)} is not supported as a reduction; {REDUCTIONS}")
         if not is_max and REDUCED in kinds.values() and target in read:
-            self._fail(
-                node,
-                f"{output.name} is computed from its own earlier values, so that the result may depend on the order of "
-                f"the reduced axis; {REDUCTIONS}, whose order does not matter, and commir.programs.selective_scan is a scan",
-            )
+            order = "so that the result may depend on the order of the reduced axis"
+            others = f"{REDUCTIONS}, whose order does not matter, and commir.programs.selective_scan is a scan"
+            self._fail(node, f"{output.name} is computed from its own earlier values, {order}; {others}")
         self._check_axes(node, output, kinds, is_combined=is_max)
         if not is_max or not isinstance(value, ast.Call):
             return output, "sum", value

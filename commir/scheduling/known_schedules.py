@@ -96,8 +96,10 @@ def known_as(nest: LoopNest) -> str:
     """
     program, placements = nest.program, placements_of(nest)
     chosen = list(placements.values())
-    if _is_product(program):
-        name = _name_of_product(program.name, chosen)
+    if _is_product(program):  # without a ring, a product may divide several mesh axes
+        parts = ((name, part) for name, (part,) in PRODUCTS[program.name].items())
+        same = (name for name, part in parts if chosen == [part] or (not part.is_streamed and set(chosen) == {part}))
+        name = next(same, "")
     else:
         name = _name_of_attention(nest, chosen) if _is_attention(program) else ""
     if not name or not _is_at_home(nest, name, placements) or not is_placed(replace(nest, homes=())):
@@ -157,12 +159,4 @@ def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:
         return "USP" if order.count("q") == 1 else "LoongTrain"
     if set(axes[:2]) == {"q", "kv"} and axes[2:] in ((), ("heads",)):
         return ("3-D" if axes[2:] else "Attention2D") + ", overlapped" * (True in streamed)
-    return ""
-
-
-def _name_of_product(program: str, chosen: list[Placement]) -> str:
-    """Return the name of the schedule of a matrix product; without a ring it may divide several mesh axes."""
-    for name, (part,) in PRODUCTS[program].items():
-        if chosen == [part] or (not part.is_streamed and set(chosen) == {part}):
-            return name
     return ""

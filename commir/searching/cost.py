@@ -77,7 +77,7 @@ class CostModel:
         self._replicates = any(not output.home for output in program.outputs)
         if self._replicates:
             self._sets.append(())  # its factor is the number of ranks so far
-        self._tensors = [*map(self._input, program.inputs), *map(self._output, program.outputs)]
+        self._tensors = [self._tensor(x, is_output=x in program.outputs) for x in program.operands]
         self._link = lru_cache(maxsize=None)(partial(link_seconds, mesh))  # slow to compute on a measured link
         self._ones: Factors = (1,) * len(self._sets)
         self._collectives: dict[tuple[Known, Factors, Factors], tuple[Cost, Factors]] = {}
@@ -88,7 +88,6 @@ class CostModel:
         self.kept = self._inputs + sum(home[x.name] for x in program.outputs)
 
     def tile_seconds(self, candidate: Candidate) -> float:
-        """The predicted time of one tile."""
         return self._tile_seconds(_turns(candidate.parts), candidate.chunks)
 
     def _tile_seconds(self, turns: int, chunks: int) -> float:
@@ -155,16 +154,15 @@ class CostModel:
     def _loops_of(self, operand: Operand) -> tuple[str, ...]:
         return tuple(name for name in operand.axes if name in self._order)
 
-    def _input(self, operand: Operand) -> _Tensor:
-        elements = math.prod(self.program.shape(operand))
-        return _Tensor(operand, elements, self.program.itemsize(operand), self._sets.index(self._loops_of(operand)))
-
-    def _output(self, operand: Operand) -> _Tensor:
-        elements, itemsize = math.prod(self.program.shape(operand)), self.program.itemsize(operand, is_partial=True)
+    def _tensor(self, operand: Operand, is_output: bool) -> _Tensor:
+        elements, itemsize = math.prod(self.program.shape(operand)), self.program.itemsize(operand, is_output)
+        loops = self._sets.index(self._loops_of(operand))
+        if not is_output:
+            return _Tensor(operand, elements, itemsize, loops)
         result = self.program.result_of(operand.name)
-        shared = self.program.row_axes(result)
-        row = math.prod(self.program.axis(name).size for name in operand.axes if name not in shared)
-        return _Tensor(operand, elements, itemsize, self._sets.index(self._loops_of(operand)), result.outputs[0], row)
+        whole = set(operand.axes) - set(self.program.row_axes(result))
+        row = math.prod(self.program.axis(name).size for name in whole)
+        return _Tensor(operand, elements, itemsize, loops, result.outputs[0], row)
 
     def _factors(self, parts: Iterable[Part]) -> Factors:
         factors = self._ones

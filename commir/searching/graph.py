@@ -24,7 +24,7 @@ from commir.lowering.timeline import EQUAL_SPEED
 from commir.scheduling.loop_nest import IllegalSchedule
 
 from .elimination import minimize
-from .operator_options import GraphNode, Option, Relayouts, TileTime, options_of, tile_name
+from .operator_options import GraphNode, Option, Relayouts, options_of, tile_name
 
 MOST_TRIES = 1000  # combinations that are lowered until one fits
 
@@ -111,7 +111,14 @@ def search_graph(
     allowed = {} if allowed is None else allowed
     check_edges(operators)
     time_of = None if times is None else lambda tile: times[tile_name(tile)]
-    options = _all_options(operators, mesh, memory, allowed, time_of)
+    options: dict[str, list[Option]] = {}
+    known: dict[object, list[Option]] = {}  # operators with the same program and parameters share their options
+    for operator in operators:
+        placements = allowed.get(operator.name)
+        key = operator.program, frozenset(operator.inputs), None if placements is None else tuple(placements)
+        if key not in known:
+            known[key] = options_of(operator, mesh, memory, placements, time_of)
+        options[operator.name] = known[key]
     relayouts, by_name = Relayouts(mesh), {operator.name: operator for operator in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}
     for consumer in operators:
@@ -167,22 +174,6 @@ def _combination(
     for name in dict.fromkeys(producer for producer, _ in failing.inputs.values()):
         yield names.index(name), np.array([option.out == chosen[name].out for option in options[name]])
     yield names.index(failing.name), np.array([option == chosen[failing.name] for option in options[failing.name]])
-
-
-def _all_options(
-    operators: Sequence[GraphNode], mesh: Mesh, memory: int | None, allowed: Mapping[str, Sequence[tuple[str, ...]]],
-    time_of: TileTime | None,
-) -> dict[str, list[Option]]:  # fmt: skip
-    """{operator: its options}; operators with the same program and parameters share them."""
-    known: dict[object, list[Option]] = {}
-    options = {}
-    for operator in operators:
-        placements = allowed.get(operator.name)
-        key = operator.program, frozenset(operator.inputs), None if placements is None else tuple(placements)
-        if key not in known:
-            known[key] = options_of(operator, mesh, memory, placements, time_of)
-        options[operator.name] = known[key]
-    return options
 
 
 def check_edges(operators: Sequence[GraphNode]) -> None:

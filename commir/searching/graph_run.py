@@ -53,8 +53,10 @@ class GraphRunner:
         for operator in self.operators:
             plan, inputs = self.plans[operator.name], dict(given.get(operator.name, {}))
             for operand, (producer, _) in operator.inputs.items():
-                if producer in outputs:
-                    inputs[operand] = self._block(plan, operand, outputs[producer])
+                if producer in outputs:  # the producer's axes may be others: (heads, dim) for cols
+                    taken = plan.program.operand(operand)
+                    block = outputs[producer].reshape(plan.digits.local_shape(taken, plan.digits.home(taken)))
+                    inputs[operand] = block.to(at_least_fp32(block.dtype)) if taken.is_wide else block
             try:
                 plan.check(inputs, is_local=True)
             except ValueError as error:
@@ -104,12 +106,6 @@ class GraphRunner:
         """{mesh axis of several ranks: the axis that they divide} of an operand at home, in an operator's plan."""
         plan = self.plans[name]
         return {m: axis for m, axis in plan.schedule.home(operand).items() if plan.mesh.size(m) > 1}
-
-    def _block(self, plan: Plan, operand: str, made: Tensor) -> Tensor:
-        """A producer's block in the shape and dtype of this operand, whose axes may be others: (heads, dim) for cols."""
-        taken = plan.program.operand(operand)
-        block = made.reshape(plan.digits.local_shape(taken, plan.digits.home(taken)))
-        return block.to(at_least_fp32(made.dtype)) if taken.is_wide else block
 
 
 def _in_words(layout: Mapping[str, str]) -> str:

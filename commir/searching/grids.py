@@ -17,7 +17,7 @@ from commir.programs.attention_programs import is_self_attention
 from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import place, placements_of
 
-from .candidates import Candidate, candidates
+from .candidates import candidates
 from .search import check_homes_divide, longer, rounded
 
 Grid = tuple[int, int, int, bool]
@@ -92,7 +92,8 @@ def _choices(program: Program, mesh: Mesh, training: bool) -> Iterator[_Choice]:
     """All grids of attention2d, in the order of their candidates."""
     one_sequence = program.resized(batch=1)  # fewer candidates: no grid divides the batch
     for candidate in candidates(one_sequence, mesh):
-        if not _may_be_grid(candidate):
+        axes = [part.placement.axis for part in candidate.parts if part.size > 1]
+        if axes != [axis for axis in GRID_AXES if axis in axes]:  # not in their order, or one several times: no grid
             continue
         with suppress(IllegalSchedule):
             schedule = candidate.schedule(program, mesh)
@@ -102,12 +103,6 @@ def _choices(program: Program, mesh: Mesh, training: bool) -> Iterator[_Choice]:
             time, messages = rounded(sum(each.seconds for each in passes)), sum(each.messages for each in passes)
             held = max(each.memory for each in passes)
             yield _Choice((time, len(schedule.mesh.axes), messages, held, str(schedule)), schedule, grid)
-
-
-def _may_be_grid(candidate: Candidate) -> bool:
-    """Return True if the parts come in the order of GRID_AXES, at most one of each. Only then need they be lowered."""
-    axes = [part.placement.axis for part in candidate.parts if part.size > 1]
-    return axes == [axis for axis in GRID_AXES if axis in axes]
 
 
 def _passes(plan: Plan, training: bool) -> list[Plan]:

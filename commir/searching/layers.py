@@ -88,5 +88,4 @@ def _elementwise(
 
 
 def _sum(name: str, sizes: tuple[int, int, int], dtype: str, first: str, second: str) -> GraphNode:
-    """The sum of what two operators make."""
     return _elementwise(name, sizes, dtype, "x0 + x1", {"x0": first, "x1": second})

@@ -84,6 +84,15 @@ def test_the_best_plan_is_the_best_of_all(mesh, overlap):
         verify(plan)
 
 
+def test_the_bound_of_a_ring_is_its_time():
+    """To begin a message takes a rank its latency, beside the time of its tiles."""
+    program, mesh = programs.attention(1, 4, 4, 64, 8), Mesh(g=4, speeds={"g": (1e-4, 1e12)})
+    (ring,) = (each for each in candidates(program, mesh) if str(each) == "g (4): q, streamed")
+    plan = ring.schedule(program, mesh).lower().with_tile(0.0, 1e-3)
+    assert CostModel(program, mesh, 0.0, 1e-3).cost(ring).seconds == pytest.approx(plan.seconds)
+    assert plan.seconds == pytest.approx(4e-3 + 3e-4)
+
+
 def with_a_jump(ranks, size):
     """A fabric on which all messages of more than `size` bytes take about the same time, much longer than shorter ones."""
     points = [(size * factor, 1e-5 * (1 + factor)) for factor in (0.125, 0.25, 0.5, 0.99)]
