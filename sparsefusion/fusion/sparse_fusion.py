@@ -106,11 +106,13 @@ class SparseFusion:
         on_nonfinite: str | None = None,
         report: Callable[[str], None] | None = None,
     ):
-        _check_options(
-            density, density_warmup, fabric, model_group, dict(loss_scale=loss_scale, copied=copied, report=report),
-            dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, exchange=exchange,
-                 on_nonfinite=on_nonfinite or "raise"),
-        )  # fmt: skip
+        names = dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, exchange=exchange)
+        functions = dict(loss_scale=loss_scale, copied=copied, report=report)
+        _check_options(names | {"on_nonfinite": on_nonfinite or "raise"}, functions, density, density_warmup)
+        if fabric is not None and not isinstance(fabric, Fabric):
+            raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
+        if model_group is not None and not isinstance(model_group, ProcessGroup):
+            raise ValueError(f"model_group={model_group!r} must be a process group that this rank is in")
         compression = CompressionSettings(float(density), sparsifier, wire, budget, exchange)
         self._options = Options(
             mode, compression, int(density_warmup), fabric, copied or _is_replicated, report or _print_to_stderr
@@ -300,22 +302,13 @@ class SparseFusion:
 
 
 def _check_options(
-    density: object,
-    density_warmup: object,
-    fabric: object,
-    model_group: object,
-    functions: Mapping[str, object],
-    names: Mapping[str, object],
+    names: Mapping[str, object], functions: Mapping[str, object], density: object, density_warmup: object
 ) -> None:
-    """ValueError for an invalid option. functions: {option: function or None}. names: {option: one of CHOICES}."""
+    """ValueError for an invalid option. names: {option: one of CHOICES}. functions: {option: function or None}."""
     if not isinstance(density, Real) or not 0 < float(density) <= 1:
         raise ValueError(f"density={density!r} must be above 0 and at most 1")
     if not isinstance(density_warmup, Integral) or density_warmup < 0:
         raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")
-    if fabric is not None and not isinstance(fabric, Fabric):
-        raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
-    if model_group is not None and not isinstance(model_group, ProcessGroup):
-        raise ValueError(f"model_group={model_group!r} must be a process group that this rank is in")
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}={value!r} must be a function")

@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-MOST_CUTS = (
-    128  # all cuts of up to this many gradients are tried; with more gradients, COARSE cuts are tried and shifted
-)
-COARSE = 40
+# All cuts of up to MOST_CUTS gradients are tried; with more gradients, COARSE cuts are tried and shifted.
+MOST_CUTS, COARSE = 128, 40
 
 Seconds = Callable[[int, int], float]  # (i, j) -> seconds of the gradients i to j - 1
 

@@ -49,5 +49,4 @@ def _blocked_bytes(k: int, numel: int) -> int:
 
 
 def _is_blocked(k: int, numel: int) -> bool:
-    """Return True if k indices are packed by blocks, False if they are sent as they are."""
-    return index_bytes(k, numel) == _blocked_bytes(k, numel)
+    return _blocked_bytes(k, numel) <= index_dtype(numel).itemsize * k

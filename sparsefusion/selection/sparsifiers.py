@@ -13,10 +13,8 @@ import torch
 
 SMALL = 16384  # gradients with fewer elements are sorted
 TRIES = 10  # corrections of a threshold
-STAGES, FIRST_SHARE = (
-    3,
-    0.25,
-)  # SIDCo: the initial number of stages; the share of elements that reach the first threshold
+# SIDCo: the initial number of stages; the share of elements that reach the first threshold.
+STAGES, FIRST_SHARE = 3, 0.25
 
 
 # Thresholds. magnitudes: (n,), finite; 1 <= k <= n.
