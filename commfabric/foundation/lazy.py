@@ -32,7 +32,8 @@ def lazy_exports(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(modules[name], package)
-        value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+        is_module = module.__name__.endswith(f".{name}") and not hasattr(module, name)
+        value = module if is_module else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
