@@ -55,7 +55,7 @@ class Spec:
         return Sizes()
 
     def build(self, place: Any) -> Any:
-        """The operator with uninitialized parameters. place: an `layers.operator.Place`."""
+        """The operator with uninitialized parameters. place: a `layers.operator.Place`."""
         raise NotImplementedError
 
 
@@ -344,6 +344,9 @@ class Stack:
 
         experts: the expert-parallel ranks, over which its experts must divide.
         """
+        for kind, ranks in {"tensor": size, "expert": experts}.items():
+            if ranks < 1:
+                raise ValueError(f"{ranks} {kind}-parallel ranks: there must be at least 1")
         counts = {spec.experts for _, spec in self.operators if spec.experts}
         if experts > 1 and not counts:
             raise ValueError(f"{experts} expert-parallel ranks: this {self.family} model has no experts")
