@@ -21,7 +21,7 @@ def random_model(
 ) -> Model:
     """A byte-level model with random weights, split over the tensor-parallel `group`.
 
-    more: further arguments of `load`. options: those of `training.options.Options`, such as hidden_size; or the fields of a
+    more: further arguments of `load`. options: those of `train.options.Options`, such as hidden_size; or the fields of a
     config.json, of a family that options do not make.
     """
     is_made = families.FAMILIES[options.get("model_type", "mamba2")].from_options is not None

@@ -20,7 +20,7 @@ def tokens_per_s(ranks: int, text: Path, folder: Path, steps: int, env: dict[str
     """The tokens per second in the second half of a run of `steps` steps.
 
     text: folder of the training text. folder: for the run's files. env: added environment variables. options: of
-    `training.options.Options`, and config, a YAML file.
+    `train.options.Options`, and config, a YAML file.
     """
     log = folder / "log.jsonl"
     options |= dict(data=text, out=folder / "out", log=log, train_iters=steps, log_interval=steps // 2)

@@ -1,7 +1,7 @@
 """Memory of a training step's activations: context ranks, sequence parallelism, recomputation, formula (about 4 min).
 
 The claims: at 32,768 tokens, each of four context ranks needs <= 0.30x the activations of one rank; and the formula
-(`sizing.activations.TrainingMemory`) is within 10 % of what a rank needs. Measured is how much the anonymous memory of a
+(`megatron_ssm.TrainingMemory`) is within 10 % of what a rank needs. Measured is how much the anonymous memory of a
 rank (RssAnon) grows at most during forward and backward, and of several ranks the most. Freed memory returns to the system,
 as with MALLOC_MMAP_THRESHOLD_=1048576; by default, glibc would keep blocks of up to 32 MB. A Zamba2 with two layers of width
 256 and 256 entries in the vocabulary, in fp32, with the C kernels; the gradients of the parameters exist before.

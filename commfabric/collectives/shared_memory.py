@@ -151,7 +151,7 @@ class SharedMemory:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The sum of every rank's `tensor`: a new tensor of its shape and dtype, with the same bits on all ranks.
 
-        The result is that of `sparsefusion.all_reduce(tensor, group, format, "one_shot")`: added in rank order, in at least
+        The result is that of `commfabric.all_reduce(tensor, group, format, "one_shot")`: added in rank order, in at least
         float32.
 
         Args:

@@ -29,7 +29,7 @@ class Mesh:
     """Ranks in a grid: `Mesh(node=2, gpu=4)` has 8 ranks, and rank = 4 * node + gpu, because the last axis varies fastest.
 
     Args:
-        speeds: {axis: speed}, where a speed is (seconds until the first byte, bytes per second) or a `sparsefusion.Fabric`.
+        speeds: {axis: speed}, where a speed is (seconds until the first byte, bytes per second) or a `commfabric.Fabric`.
             Without any speed, all axes are equally fast. Axes whose speed alone is missing count as links of 1e9 bytes per
             second without latency, which may be far from the truth: give all speeds or none.
         sizes: the number of ranks along each axis, the outermost first.

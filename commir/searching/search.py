@@ -51,7 +51,7 @@ def search(
     Args:
         program: the program.
         mesh: the ranks, with the speeds of its levels.
-        fabric: a `sparsefusion.Fabric` with the speed of mesh axes for which `mesh` has none. If neither gives one, all mesh
+        fabric: a `commfabric.Fabric` with the speed of mesh axes for which `mesh` has none. If neither gives one, all mesh
             axes are assumed equally fast.
         memory: the most bytes that a rank may hold (`Plan.memory`). Candidates that hold more are also tried in chunks
             (`LoopNest.chunk`). The limit covers these plans only: `differentiable` also runs the plan of the backward pass,

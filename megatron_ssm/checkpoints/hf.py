@@ -92,7 +92,7 @@ def load(
             least fp32.
         device: Of the parameters.
         reduce: The wire format in which block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
-            auto (see `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group)
+            auto (see `commfabric.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group)
             -> tensor.
         data_group: The ranks that hold other tokens of the same batch, over which `model.loss` averages (None: there are
             none).

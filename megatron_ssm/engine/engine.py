@@ -256,14 +256,14 @@ class Engine:
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         if self._waiting:
             self._admit()
-        others = len(decoding) < len(self._slots)
-        reading = [slot for slot in self._slots.values() if slot.is_reading] if others else []
+        all_decode = len(decoding) == len(self._slots)
+        reading = [] if all_decode else [slot for slot in self._slots.values() if slot.is_reading]
         advanced: list[Request] = []
         spare = (self._token_budget or sys.maxsize) - len(decoding) - len(reading)  # beyond one token of each request
         for slots in by_adapter(decoding):
             slots.sort(key=attrgetter("row"))
             if not self._speculate:
-                run_model(self.cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
+                run_model(self.cache, slots)
                 continue
             if self._decoder.is_pending:  # the cache holds the proposed tokens of one call at a time
                 advanced += self._choose()
@@ -309,22 +309,17 @@ class Engine:
             local = torch.stack([slot.allowed_logits() for slot in group])
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], self.model.ranks)
             tokens = self.model.same_on_peers(tokens)
-            if [slot for slot in group if slot.request.options.logprobs is not None]:
-                self._note_log_probabilities(group, tokens)
+            if noted := [
+                (i, s) for i, s in enumerate(group) if s.request.options.logprobs is not None and tokens[i] >= 0
+            ]:
+                self._note_log_probabilities(noted, tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 slot.append(token)
                 if slot.request.finished is not None:
                     del self._slots[slot.row]
 
-    def _note_log_probabilities(self, slots: Sequence[Slot], tokens: torch.Tensor) -> None:
-        """Add the log-probabilities of the chosen tokens (batch,) to the requests that want them."""
-        rows = [
-            (index, slot)
-            for index, slot in enumerate(slots)
-            if slot.request.options.logprobs is not None and tokens[index] >= 0
-        ]
-        if not rows:
-            return
+    def _note_log_probabilities(self, rows: Sequence[tuple[int, Slot]], tokens: torch.Tensor) -> None:
+        """Add log-probabilities of the chosen tokens (batch,) to requests. rows: pairs (row of the batch, its slot)."""
         local = torch.stack([slot.logits for _, slot in rows if slot.logits is not None])  # (rows, width)
         count = max(slot.request.options.logprobs or 0 for _, slot in rows)
         results = log_probabilities(local, tokens[[index for index, _ in rows]], count, self.model.ranks)

@@ -75,7 +75,7 @@ class PromptReader:
             budgets = {slot: left for slot, left in budgets.items() if left}
 
     def _read(self, slots: Sequence[Slot], length: int) -> None:
-        run_model(self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)
+        run_model(self.cache, slots, [slot.next_of_prompt(length) for slot in slots])
 
     def _read_with_logprobs(self, slots: Sequence[Slot], length: int) -> None:
         """`_read`, and add the log-probabilities of the tokens that follow the tokens read."""

@@ -211,13 +211,14 @@ def by_adapter(slots: Iterable[Slot]) -> list[list[Slot]]:
     return list(groups.values())
 
 
-def run_model(cache: Cache, slots: Sequence[Slot], ids: Sequence[Sequence[int]], prompt: bool) -> None:
-    """Read a row of `ids` (slots, n) for each slot, and store the last logits in the slots. One call of their model.
+def run_model(cache: Cache, slots: Sequence[Slot], prompts: Sequence[Sequence[int]] | None = None) -> None:
+    """Read tokens of each slot by one call of their model, and store the logits after the last one in the slots.
 
-    prompt: the tokens are parts of prompts (see `Model.next_logits`).
+    prompts: parts of the slots' prompts (slots, n); None: the last token of each request.
     """
     if slots:
         model, rows = slots[0].model, cache.select([slot.row for slot in slots])
-        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt)
+        ids = [[slot.request.tokens[-1]] for slot in slots] if prompts is None else prompts
+        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompts is not None)
         for slot, logits in zip(slots, local, strict=True):
             slot.logits = logits

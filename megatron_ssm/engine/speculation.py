@@ -178,7 +178,9 @@ class SpeculativeDecoder:
         return expert_elements(config) / matrix_elements(config), used
 
     def decode(self, slots: list[Slot], max_tokens: int) -> int:
-        """Call the model once for slots of one adapter, by rows, which then have logits; returns the number of tokens read.
+        """Call the model once for slots of one adapter, sorted by their rows. Returns the number of tokens that it read.
+
+        The slots then have logits.
 
         `accept` must follow once the requests have chosen their tokens, and before another `decode` if there `is_pending`.
         max_tokens: the most tokens to read; it reads at least one per slot. Sends the messages of the call and of the draft
@@ -186,7 +188,7 @@ class SpeculativeDecoder:
         """
         proposals = self._propose(slots, max_tokens)
         if not any(proposals):
-            run_model(self._cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
+            run_model(self._cache, slots)
             return len(slots)
         most = max(map(len, proposals))
         ids = [

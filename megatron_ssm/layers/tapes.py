@@ -58,6 +58,7 @@ class Tapes(threading.local):
         None if C can compute none of the layers or, when decoding, not the embeddings or the head.
         """
         entry = self._tapes.get(kind)
+        # The first comparison spares most tokens the call: nothing in this process has changed since.
         if entry is None or (entry[0].count != Changes.count and not entry[0].is_current(model)):
             self._tapes[kind] = entry = Version(model), _make(model, kind)
         return entry[1]

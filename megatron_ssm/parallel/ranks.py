@@ -27,7 +27,7 @@ class Ranks:
         rank, size: This rank's number in the group, and the size of the group.
         counter: A counter of the messages of this rank.
         format: The format in which outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
-            auto (see `sparsefusion.all_reduce`), or a function (tensor, group) -> tensor. All other tensors are summed by
+            auto (see `commfabric.all_reduce`), or a function (tensor, group) -> tensor. All other tensors are summed by
             `all_reduce_exact`.
         memory: The shared memory of ranks on one host, or None. Sums and gathers of CPU tensors use it, and `auto` then is
             fp32, the fastest format in memory.

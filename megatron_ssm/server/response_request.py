@@ -282,8 +282,9 @@ class ResponseChat(ChatRequest):
         """Return the chat of a request. ApiError 400 for a format without its schema, or no messages."""
         form = body.text.format
         choice: Any = body.tool_choice
+        # A tool without a namespace comes last, so that its name is not taken for that of a tool in one.
         tools = sorted(body.callable_tools, key=lambda each: not each[0])
-        full_names = {tool.name: full_name(namespace, tool.name) for namespace, tool in tools}  # those without one win
+        full_names = {tool.name: full_name(namespace, tool.name) for namespace, tool in tools}
         if not isinstance(choice, str):
             choice = {"type": "function", "function": {"name": full_names.get(choice.name, choice.name)}}
         if form.type == "json_schema" and form.schema_ is None:

@@ -277,7 +277,7 @@ def begun_length(text: str, mark: str) -> int:
 
 
 def _xml_parameters(schema: dict[str, Any]) -> str:
-    """A part of a rule: the parameters that a schema lists, of which some are required, or any."""
+    """The parameters of a call, as part of a rule: those that the schema lists, in its order; or any, if it lists none."""
     properties, required = schema.get("properties"), schema.get("required") or []
     if not isinstance(properties, dict) or COMBINING & schema.keys():
         return r' ("<parameter=" /[^>\s]+/ ">\n" value "\n")*'
@@ -288,7 +288,7 @@ def _xml_parameters(schema: dict[str, Any]) -> str:
 def _embedded(schema: dict[str, Any], place: str) -> Any:
     """The schema of a tool for embedding at a place in another schema, as `call_schema` says."""
     parts: list[dict[str, Any]] = []
-    map_schema(schema, parts.append)
+    map_schema(schema, parts.append)  # collects each schema in it; the copy is not used
     combines = any("allOf" in part or ("properties" in part and COMBINING & part.keys()) for part in parts)
 
     def changed(part: dict[str, Any]) -> dict[str, Any]:
